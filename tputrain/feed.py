@@ -31,9 +31,9 @@ class IndexedLoader(Protocol):
 class StatefulLoader(Protocol):
     """An iterable of batches that knows its own position: a stream, torchdata's StatefulDataLoader.
 
-    Its position is asked before each step. One that has `set_epoch(epoch)` is told each epoch, from 0; one
-    that has a `fingerprint` is asked for the same at a resume. One that has `can_read_ahead = True` is asked
-    for batches a step early: it draws from no generator of the process.
+    Its position is asked before each step. One that has a `fingerprint` is asked for the same at a resume.
+    One that has `can_read_ahead = True` is asked for batches a step early: it draws from no generator of the
+    process.
     """
 
     def __iter__(self) -> Iterator[Batch]:
@@ -73,7 +73,10 @@ class Feed(Protocol):
 
 
 def feed_of(loader: Any, device: torch.device) -> Feed:
-    """The feed for a user's loader: one with `batch_at`, with a `state_dict`, or any iterable."""
+    """The feed for a user's loader: one with `batch_at`, with a `state_dict`, or any iterable.
+
+    The latter two, their samplers and their dataset are told each epoch, from 0, if they have `set_epoch`.
+    """
     if isinstance(loader, IndexedLoader):
         return IndexedFeed(loader)
     if isinstance(loader, StatefulLoader):
@@ -151,9 +154,7 @@ class StatefulFeed:
         return batch
 
     def _start_epoch(self, epoch: int) -> None:
-        set_epoch = getattr(self.loader, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+        _tell_epoch(self.loader, epoch)
         self._iterator, self.epoch = iter(self.loader), epoch
 
     def state(self) -> dict[str, Any]:
@@ -233,8 +234,7 @@ class IterableFeed:
     def _start_epoch(self, epoch: int) -> None:
         self._rng_at_epoch = rng.capture(self.device)
         self._own_at_epoch = _states_of(generators_of(self.loader))
-        if hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        _tell_epoch(self.loader, epoch)
         self._iterator = iter(self.loader)
         self.epoch, self.taken = epoch, 0
 
@@ -337,10 +337,22 @@ def _is_put_together_by_workers(loader: Any) -> bool:
 
 def generators_of(loader: Any) -> list[torch.Generator]:
     """What a DataLoader and its samplers draw from beside torch's generator, each once."""
-    holders = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler")))
-    holders = (*holders, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    found = (getattr(holder, "generator", None) for holder in holders)
+    found = (getattr(each, "generator", None) for each in _with_samplers(loader))
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _tell_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of whatever orders the samples, each object once."""
+    listeners = (*_with_samplers(loader), getattr(loader, "dataset", None))
+    for each in {id(each): each for each in listeners}.values():
+        if callable(set_epoch := getattr(each, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _with_samplers(loader: Any) -> tuple[Any, ...]:
+    """A DataLoader and its samplers; of another loader, those of these that it has, and None for others."""
+    sampler, batch_sampler = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    return loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
 def _states_of(generators: Iterable[torch.Generator]) -> list[str]:

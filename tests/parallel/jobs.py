@@ -24,7 +24,7 @@ import small_run
 import tensor_models
 from mounted_bucket import mounted_bucket
 
-from tputrain import Trainer
+from tputrain import Trainer, rng
 from tputrain.checkpoint import rows
 from tputrain.errors import UserError
 from tputrain.models.sequence import sequence_split
@@ -132,6 +132,7 @@ def _train(job: Job, run_dir: Path, rank: int, world: int) -> None:
             )
     assert (trainer.world.size, trainer.world.rank) == (world, rank)
     assert trainer.world.keeps_rows == (not job.is_in_bucket)
+    _check_random_numbers(trainer)
     tensor = degrees.get("tensor", 1)
     assert trainer.world.data_rank == (rank if job.order is None else job.order.index(rank)) // tensor
     assert trainer.world.data_size * tensor * degrees.get("context", 1) == world
@@ -146,6 +147,12 @@ def _train(job: Job, run_dir: Path, rank: int, world: int) -> None:
         whole = sum(parameter.numel() for parameter in trainer.model.parameters())
         own = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
         assert own <= whole / parts * 1.1, (own, whole)
+
+
+def _check_random_numbers(trainer: Trainer) -> None:
+    """Ranks that have one part of a batch draw the same on their devices, and others do not."""
+    states = trainer.world.of_all((trainer.world.data_rank, str(rng.capture(trainer.device)["device"])))
+    assert len({state for _, state in states}) == len({part for part, _ in states}) == len(set(states))
 
 
 def _check_predictions_are_whole(trainer: Trainer) -> None:

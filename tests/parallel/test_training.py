@@ -168,6 +168,26 @@ def test_ranks_that_share_layers_train_as_one_process_and_their_checkpoints_go_o
         assert_alike(runs, "qwen3", name)
 
 
+def test_the_same_ranks_in_another_layout_draw_alike_only_within_a_data_rank(tmp_path: Path):
+    llama = {"model": "llama", "sequences": 8}
+    first, second = launch(
+        2,
+        [  # each checks the random numbers of its ranks at the end
+            Job("replicas", **llama, parallel={"replicate": 2}),
+            Job("then-tensor", **llama, source="replicas", parallel={"tensor": 2}),
+            Job("tensor", **llama, parallel={"tensor": 2}),
+            Job("then-replicas", **llama, source="tensor", parallel={"replicate": 2}),
+            Job("then-shards", **llama, source="replicas", parallel={"shard": 2}),
+        ],
+        tmp_path,
+    )
+    assert (
+        first.count("note: the checkpoint was made") == 2
+    )  # at both changes of the data ranks, not for shards
+    assert first.count("made by ranks that divided batches otherwise: random numbers on the devices (") == 2
+    assert "note: the checkpoint" not in second
+
+
 @pytest.mark.usefixtures("said")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ranks_that_share_layers_train_with_other_optimizers_too(runs: Path, name: str):

@@ -109,6 +109,19 @@ def test_a_checkpoint_is_the_merged_model_and_resumes_to_the_last_bit(device, op
         torch.testing.assert_close(logits(merged), logits(whole.model), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("ema", [None, 0.5], ids=["plain", "ema"])
+def test_products_of_another_rank_are_refused_in_one_line(ema, tmp_path):
+    # Of rank 1, and without an optimizer's state: each product can be broadcast to any rank.
+    one, four = (LoraConfig(rank=rank, match=["*.q_proj"]) for rank in (1, 4))
+    sgd = {"name": "sgd", "momentum": 0.0, "ema_decay": ema}
+    train(small(one), "cpu", 2, tmp_path, **sgd)
+    with pytest.raises(
+        UserError, match=r"lora_[ab]\S* has shape \(.*\), the model's has \(.*4.*\)$"
+    ) as caught:
+        train(small(four), "cpu", 4, tmp_path, **sgd)
+    assert "step-2/trained.safetensors: model.layers.0.self_attn.q_proj.lora_" in str(caught.value)
+
+
 def test_merging_gives_plain_layers_that_compute_the_same():
     model = small()
     train(model, "cpu", 3)

@@ -15,6 +15,7 @@ from torch import nn
 from tests.tputrain.resumable_run import STEPS, TiedModel, build
 from tputrain import (
     CheckpointConfig,
+    JointOptimizer,
     OptimConfig,
     RunConfig,
     ScheduleConfig,
@@ -25,6 +26,8 @@ from tputrain import (
 from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint import state
 from tputrain.loggers.jsonl import read_jsonl
+from tputrain.optim.given_options import GivenOptions
+from tputrain.snapshot import contents
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -246,6 +249,25 @@ def test_a_run_goes_on_only_with_the_optimizer_it_was_started_with(tmp_path, fir
         trainer.fit()
 
 
+def test_the_parts_of_a_joint_optimizer_stay_in_their_order(tmp_path, monkeypatch):
+    def fit(steps: int, *kinds: type[torch.optim.Optimizer]) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        parts = [kind([parameter], lr=0.1) for kind, parameter in zip(kinds, model.parameters(), strict=True)]
+        cfg = RunConfig(device="cpu", run_dir=str(tmp_path), trainer=TrainerConfig(steps=steps))
+        batches = [(torch.ones(3, 4), torch.tensor([0, 1, 1]))]
+        Trainer(model, cfg, train_loader=batches, optimizer=JointOptimizer(*parts)).fit()
+
+    adamw, sgd = torch.optim.AdamW, torch.optim.SGD
+    with monkeypatch.context() as earlier:  # checkpoints said no parts
+        earlier.setattr(contents, "_kind", lambda optimizer: type(optimizer).__name__)
+        fit(1, adamw, sgd)
+    fit(2, adamw, sgd)
+    kinds = "state of JointOptimizer of AdamW and SGD, and .* optimizer is JointOptimizer of SGD and AdamW: "
+    with pytest.raises(UserError, match=kinds):
+        fit(3, sgd, adamw)
+
+
 def test_a_checkpoint_in_a_newer_format_is_one_clear_error(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
         newer.setattr(state, "FORMAT", state.FORMAT + 1)
@@ -303,3 +325,102 @@ def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path, scheduled)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     rates = [record["learning_rate"] for record in read_jsonl(tmp_path / "parts" / "metrics.jsonl")]
     assert rates == [0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
+
+
+def go_on(
+    run_dir: Path, steps: int, scheduled=None, before_fit=None, kind=torch.optim.SGD, **options
+) -> Trainer:
+    """A run to step `steps` with an optimizer of its own."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = kind(model.parameters(), **options)
+    scheduler = scheduled and scheduled(optimizer)
+    batches = [(torch.ones(3, 4), torch.tensor([0, 1, 1]))]
+    cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=steps))
+    trainer = Trainer(model, cfg, train_loader=batches, optimizer=optimizer, lr_scheduler=scheduler)
+    if before_fit is not None:
+        before_fit(trainer)
+    trainer.fit()
+    return trainer
+
+
+def notes_of_options(capsys) -> list[str]:
+    said = capsys.readouterr().out.splitlines()
+    return [line for line in said if line.startswith("note: ") and "trainer.steps" not in line]
+
+
+def stays(owner: str, given: str, before: object) -> str:
+    return (
+        f"note: {owner} is given {given}, the checkpoint's run began with {before}: the checkpoint's value "
+        "stays, as with PyTorch's load_state_dict"
+    )
+
+
+def step_lr(step_size: int):
+    return lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5)
+
+
+def test_options_that_a_script_has_changed_and_a_resume_undoes_are_named(tmp_path, capsys):
+    adam = {"kind": torch.optim.AdamW, "lr": 0.1}
+    go_on(tmp_path / "adam", 1, **adam)
+    go_on(tmp_path / "adam", 2, **adam, weight_decay=0.5, betas=(0.8, 0.9), amsgrad=True)
+    assert notes_of_options(capsys) == [
+        stays("AdamW", "amsgrad=True", False),
+        stays("AdamW", "betas=[0.8, 0.9]", [0.9, 0.999]),
+        stays("AdamW", "weight_decay=0.5", 0.01),
+    ]
+    go_on(tmp_path / "step", 3, step_lr(2), lr=0.1)
+    trainer = go_on(tmp_path / "step", 4, step_lr(100), lr=0.2)
+    assert notes_of_options(capsys) == [stays("SGD", "lr=0.2", 0.1), stays("StepLR", "step_size=100", 2)]
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.025
+    for _ in range(2):  # as long as the script says otherwise
+        trainer = go_on(tmp_path / "step", 5, step_lr(100), lr=0.1)
+        assert notes_of_options(capsys) == [stays("StepLR", "step_size=100", 2)]
+        trainer.resume()
+        assert notes_of_options(capsys) == []  # once a process
+
+
+def test_options_that_a_schedule_or_the_user_has_changed_since_are_no_change_of_the_script(tmp_path, capsys):
+    class Halve(Callback):
+        def on_step_end(self, trainer):
+            trainer.optimizer.param_groups[0]["lr"] /= 2
+
+    def one_cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=9)
+
+    halved = {"before_fit": lambda trainer: trainer.callbacks.append(Halve()), "lr": 0.1}
+    momentum = {"lr": 0.1, "momentum": 0.9}
+    by_function = {"scheduled": lambda optimizer: lambda step: 0.1 / (step + 1)}
+    for name, first, second in [
+        ("step", {"scheduled": step_lr(1), "lr": 0.1}, {"scheduled": step_lr(1), "lr": 0.1}),
+        ("removed", {"scheduled": step_lr(1), "lr": 0.1}, {"lr": 0.1}),
+        ("added", momentum, {"scheduled": one_cycle, **momentum}),
+        ("removed too", {"scheduled": one_cycle, **momentum}, momentum),
+        ("callback", halved, halved),
+        ("function", {**by_function, "lr": 0.1}, {**by_function, "lr": 0.2}),
+    ]:
+        go_on(tmp_path / name, 2, **first)
+        go_on(tmp_path / name, 4, **second)
+        assert (name, notes_of_options(capsys)) == (name, [])
+
+
+def test_a_rate_set_after_resume_holds_and_needs_no_note(tmp_path, capsys):
+    def lower(trainer: Trainer) -> None:
+        trainer.resume()
+        trainer.optimizer.param_groups[0]["lr"] = 0.01
+
+    go_on(tmp_path, 1, lr=0.1)
+    go_on(tmp_path, 2, before_fit=lower, lr=0.1)
+    go_on(tmp_path, 3, lr=0.01)
+    assert notes_of_options(capsys) == []
+    rates = [record["learning_rate"] for record in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert rates == [0.1, 0.01, 0.01]
+
+
+def test_a_checkpoint_that_does_not_say_what_was_given_loads_without_a_note(tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(GivenOptions, "state", lambda self: None)
+        go_on(tmp_path, 1, lr=0.1)
+    go_on(tmp_path, 2, lr=0.01)
+    go_on(tmp_path, 3, lr=0.01)
+    assert notes_of_options(capsys) == []

@@ -77,6 +77,26 @@ def test_after_any_batch_a_stream_goes_on_to_the_bit(source):
         assert equal(take(again, 4), batches[place : place + 4]), place
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=["jsonl", "parquet", "saved"])
+def test_a_loader_that_went_on_from_a_late_position_goes_back_to_one_in_the_first_block(source):
+    text = stream(**source)
+    loader = text.training_batches(4, 1)
+    batches, states = [], [loader.state_dict()]
+    walk = iter(loader)
+    for _ in range(12):
+        batches.append(next(walk))
+        states.append(loader.state_dict())
+    assert [(states[n]["epoch"], states[n]["dataset"] is None) for n in (0, 1, 8)] == [
+        (0, True),
+        (0, True),
+        (0, False),
+    ]
+    again = text.training_batches(4, 1)
+    for place in (8, 1, 8, 0):
+        again.load_state_dict(states[place])
+        assert equal(take(again, 4), batches[place : place + 4]), place
+
+
 def test_a_stream_is_the_documents_to_train_on_end_to_end_epoch_after_epoch_shuffled_in_blocks():
     text = stream()
     documents = [

@@ -224,8 +224,8 @@ class StreamedBatches:
         """Every text to train on from a position of the dataset on (None: the start of the epoch)."""
         while True:
             self._rows.set_epoch(epoch)
-            if before is not None:
-                self._rows.load_state_dict(copy.deepcopy(before))
+            # None too: the dataset would begin where the state that it was given last says.
+            self._rows.load_state_dict(copy.deepcopy(before))
             is_empty = before is None
             for text in read_documents(self._rows, self._cfg, is_from_start=before is None):
                 after = self._rows.state_dict()

@@ -17,6 +17,7 @@ from tputrain.guard.bad_steps import BadSteps
 from tputrain.loop import position
 from tputrain.loop.initial_values import InitialValues
 from tputrain.loop.next_batches import NextBatches
+from tputrain.optim.given_options import GivenOptions
 from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import jump
 from tputrain.optim.schedule_free import progress_options
@@ -44,6 +45,7 @@ class RunState:
         self._trainer, self._data, self._bad_steps = trainer, data, bad_steps
         self._initial_values = initial_values
         self._rates, self._has_own_optimizer = rates, has_own_optimizer
+        self._given = None if has_own_optimizer else GivenOptions(trainer.optimizer, rates.scheduler)
 
     def snapshot(self) -> Snapshot:
         """Copy all of it to the host, which waits for the device."""
@@ -65,10 +67,12 @@ class RunState:
             **position.state_of(trainer),
             "rng": numbers,
             "rng_of_other_ranks": trainer.world.of_all(numbers["device"])[1:],
+            "data_ranks": trainer.world.of_all(trainer.world.data_rank),
             "data": None if self._data is None else self._data.state(),
             "optimizer": optimizer,
             "train_step": trainer.train_step.state_dict(),
             "lr_scheduler": self._rates.state(),
+            "given_options": None if self._given is None else self._given.state(),
             "callbacks": state_of(trainer.callbacks),
             "bad_steps": self._bad_steps.state(),
             "padding": padding_of(trainer.model),
@@ -93,7 +97,7 @@ class RunState:
             say(f"note: {path} holds state of a callback {kind}, which this run has not")
         if self._data is not None and state["data"] is not None:
             self._data.restore(state["data"])
-        self._restore_rng(state["rng"], state.get("rng_of_other_ranks", []), state["step"])
+        self._restore_rng(state)
         position.restore(trainer, state)
         if "bad_steps" in state:  # the first checkpoints of all had none
             self._bad_steps.restore(state["bad_steps"])
@@ -101,19 +105,26 @@ class RunState:
         devices.flush(trainer.device)
         say(f"resumed from {name or path} at step {trainer.step} ({trainer.num_done:,} {trainer.unit})")
         self._say_what_changed(state, is_own=trainer.store is not None and trainer.store.holds(path))
+        for note in [] if self._given is None else self._given.restore(state.get("given_options")):
+            say(note)
 
-    def _restore_rng(self, numbers: dict[str, Any], of_others: list[str | None], step: int) -> None:
-        """Each rank draws on its device from random numbers of its own; the host's are alike."""
-        world, device = self._trainer.world, self._trainer.device
-        states = [numbers["device"], *of_others]
-        is_for_these = len(states) == world.size
+    def _restore_rng(self, state: dict[str, Any]) -> None:
+        """The host's random numbers are alike on all ranks. On the devices, ranks draw alike if they share a
+        data rank, so their states are of use only where every rank has the data rank that it had.
+        """
+        world, device, numbers = self._trainer.world, self._trainer.device, state["rng"]
+        states = [numbers["device"], *state.get("rng_of_other_ranks", [])]
+        data_ranks = world.of_all(world.data_rank)
+        saved = state.get("data_ranks", data_ranks)  # earlier checkpoints do not say
+        is_for_these = len(states) == world.size and saved == data_ranks
         rng.restore(device, numbers | {"device": states[world.rank if is_for_these else 0]})
-        if not is_for_these:
-            say(
-                f"note: the checkpoint was made by {len(states)} rank{'s' * (len(states) > 1)} and is loaded "
-                f"by {world.size}: random numbers on the devices (dropout) go on otherwise"
-            )
-            rng.seed_rank(device, self._trainer.cfg.seed + step + 1, world.data_rank)
+        if is_for_these:
+            return
+        made = f"by {len(states)} rank{'s' * (len(states) > 1)} and is loaded by {world.size}"
+        if len(states) == world.size:
+            made = "by ranks that divided batches otherwise"
+        say(f"note: the checkpoint was made {made}: random numbers on the devices (dropout) go on otherwise")
+        rng.seed_rank(device, self._trainer.cfg.seed + state["step"] + 1, world.data_rank)
 
     def _say_what_changed(self, state: dict[str, Any], is_own: bool) -> None:
         """`is_own`: whether the checkpoint is one of this run's."""

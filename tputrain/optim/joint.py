@@ -16,6 +16,9 @@ class JointOptimizer(torch.optim.Optimizer):
 
     def __init__(self, *parts: torch.optim.Optimizer):
         self.parts = list(parts)
+        kinds = (getattr(part, "kind", type(part).__name__) for part in parts)
+        self.kind = f"{type(self).__name__} of {' and '.join(kinds)}"
+        """The kind of optimizer that a checkpoint holds the state of: the same parts, in this order."""
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         for part in self.parts:
             self.state.update(part.state)

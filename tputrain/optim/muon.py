@@ -45,6 +45,7 @@ class MuonWithAdamW(JointOptimizer):
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None):
         super().__init__(*([muon] if adamw is None else [muon, adamw]))
+        self.kind = type(self).__name__  # its parts never change, and checkpoints hold this
 
 
 def split_groups(

@@ -24,7 +24,7 @@ class LearningRates:
         optim: OptimConfig,
         schedule: ScheduleConfig,
     ):
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self.scheduler = optimizer, scheduler
         self._optim, self._schedule = optim, schedule
         self.is_by_config = is_by_config
         """Whether `optim` and `schedule` set it."""
@@ -37,8 +37,8 @@ class LearningRates:
         if self.is_by_config:
             rate = self._optim.learning_rate * self._schedule.factor(step, total_steps or sys.maxsize)
             set_learning_rate(self._optimizer, rate)
-        elif callable(self._scheduler):
-            rate = float(self._scheduler(step))
+        elif callable(self.scheduler):
+            rate = float(self.scheduler(step))
             set_learning_rate(self._optimizer, rate)
         else:  # that of the first group
             rate = float(self._optimizer.param_groups[0]["lr"])
@@ -46,14 +46,14 @@ class LearningRates:
 
     def after_step(self) -> None:
         """The optimizer has taken its step."""
-        if isinstance(self._scheduler, LRScheduler):
-            self._scheduler.step()
+        if isinstance(self.scheduler, LRScheduler):
+            self.scheduler.step()
 
     def state(self) -> dict[str, Any] | None:
         """A scheduler's, for a checkpoint."""
-        return self._scheduler.state_dict() if isinstance(self._scheduler, LRScheduler) else None
+        return self.scheduler.state_dict() if isinstance(self.scheduler, LRScheduler) else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Take what `state` gave."""
-        if isinstance(self._scheduler, LRScheduler) and state:
-            self._scheduler.load_state_dict(state)
+        if isinstance(self.scheduler, LRScheduler) and state:
+            self.scheduler.load_state_dict(state)

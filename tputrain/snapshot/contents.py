@@ -60,19 +60,23 @@ def model_tensors(model: nn.Module) -> dict[str, Rows]:
 def load_model(model: nn.Module, directory: Path) -> None:
     """Copy model.safetensors into the model's tensors, in place, so that what is tied stays tied."""
     files, own = TensorFiles(directory, MODEL), tensors_of_plain_model(model)
-    path, saved = files.first, {name: files.shape(name) for name in files.names()}
-    for name in sorted(own.keys() ^ saved.keys()):
+    for name in sorted(own.keys() ^ files.names()):
         holder, other = ("model", "file") if name in own else ("file", "model")
         raise UserError(
-            f"{path}: the {holder} has a tensor {name!r} that the {other} has not; another model?"
+            f"{files.first}: the {holder} has a tensor {name!r} that the {other} has not; another model?"
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            if tuple(tensor.shape) != saved[name]:
-                raise UserError(
-                    f"{path}: {name} has shape {saved[name]}, the model's has {tuple(tensor.shape)}"
-                )
-            read_into(tensor, files, name)
+    for name, tensor in own.items():
+        _read_same_shape(tensor, files, name)
+
+
+def _read_same_shape(tensor: Tensor, files: TensorFiles, name: str) -> None:
+    """`read_into`, which alone would broadcast. Raises UserError where the file has another shape."""
+    shape = files.shape(name)
+    if shape != tuple(tensor.shape):
+        raise UserError(
+            f"{files.path(name)}: {name} has shape {shape}, the model's has {tuple(tensor.shape)}"
+        )
+    read_into(tensor, files, name)
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +113,7 @@ def load_lora_averages(model: nn.Module, directory: Path) -> None:
         own, files = dict(model.named_parameters()), TensorFiles(directory, TRAINED)
         for name in files.names():
             if (parameter := own.get(name.removesuffix(_AVERAGE))) is not None and name.endswith(_AVERAGE):
-                read_into(parameter, files, name)
+                _read_same_shape(parameter, files, name)
 
 
 @torch.no_grad()
@@ -125,7 +129,7 @@ def load_trained_weights(model: nn.Module, directory: Path) -> None:
             raise UserError(
                 f"{files.path(name)}: the file has a tensor {name!r} that the model has not; another model?"
             )
-        read_into(own[name], files, name)
+        _read_same_shape(own[name], files, name)
 
 
 def optimizer_contents(
@@ -185,7 +189,8 @@ def load_optimizer(
     files = TensorFiles(directory, OPTIMIZER)
     path = files.first
     kind = _kind(optimizer)
-    if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
+    # Checkpoints made before kinds were kept do not say theirs; later ones said the class, without its parts.
+    if rest.get("kind", kind) not in (kind, type(optimizer).__name__):
         raise UserError(
             f"{path}: it is the state of {rest['kind']}, and this run's optimizer is {kind}: "
             "go on with the one the run was started with (optim.name, optim.master_weights in a recipe), or "

@@ -267,6 +267,56 @@ def test_an_epoch_without_a_length_ends_where_its_samples_do():
     assert batch[0] == 0
 
 
+class ByEpoch:
+    """Orders eight samples by the epoch; as a sampler, in batches of `size` as a batch sampler."""
+
+    def __init__(self, size: int | None = None):
+        self.size, self.epochs = size, []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 8 if self.size is None else 8 // self.size
+
+    def __iter__(self):
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(self.epochs[-1]))
+        yield from (order if self.size is None else order.reshape(-1, self.size)).tolist()
+
+
+class StreamByEpoch(IterableDataset, ByEpoch):
+    def __init__(self):
+        ByEpoch.__init__(self)
+
+    def __iter__(self):
+        return ByEpoch.__iter__(self)
+
+
+@pytest.mark.parametrize("place", ["sampler", "batch_sampler", "sampler of a batch_sampler", "dataset"])
+def test_whatever_orders_the_samples_is_told_each_epoch_once(place):
+    def loader() -> tuple[DataLoader, ByEpoch]:
+        if place == "dataset":
+            return DataLoader(told := StreamByEpoch(), batch_size=2), told
+        told = ByEpoch(2 if place == "batch_sampler" else None)
+        if place == "sampler":
+            return DataLoader(range(8), batch_size=2, sampler=told), told
+        batch_sampler = told if place == "batch_sampler" else BatchSampler(told, 2, False)
+        return DataLoader(range(8), batch_sampler=batch_sampler), told
+
+    first, told = loader()
+    feed = feed_of(first, CPU)
+    epochs = [torch.cat(feed.batches(step, 4)) for step in range(3)]
+    assert told.epochs == [0, 1, 2]
+    for epoch, samples in enumerate(epochs):
+        assert torch.equal(samples, torch.randperm(8, generator=torch.Generator().manual_seed(epoch)))
+    state = feed.state()
+    second, told = loader()
+    resumed = feed_of(second, CPU)
+    resumed.restore(state)
+    assert torch.equal(torch.cat(resumed.batches(3, 4)), torch.cat(feed.batches(3, 4)))
+    assert told.epochs == [2, 3]
+
+
 def test_a_batch_sampler_tells_its_batch_size():
     def feed(size: int):
         return feed_of(DataLoader(range(36), batch_sampler=BatchSampler(range(36), size, False)), CPU)
