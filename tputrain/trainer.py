@@ -192,9 +192,9 @@ class Trainer(Position):
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step, rank)
         self.label_weights = LabelWeights(self)
         self._evaluator = Evaluator(self, self._signals, self._agreement, self._watchdog)
-        weights, timed = self.label_weights, self._readings.waiting
+        weights, watched = self.label_weights, (self._signals, self._watchdog, self._readings.waiting)
         if self._data is not None:
-            self._incoming = IncomingBatches(self._data, weights, self._signals, self._watchdog, timed)
+            self._incoming = IncomingBatches(self._data, weights, self.train_step, *watched)
         self._initial_values = InitialValues(self.model, self.optimizer, initialize)
         state = RunState(
             self, self._data, self._bad_steps, self._initial_values, self._rates, optimizer is None

@@ -118,6 +118,17 @@ def test_a_loss_fn_decides_what_the_target_is_compared_by():
     assert records.steps[-1]["loss"] < records.steps[0]["loss"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_class_probabilities_are_targets_of_the_default_loss(device):
+    inputs, labels = samples(6)
+    mixed = 0.7 * F.one_hot(labels, 3) + 0.3 * F.one_hot(labels.flip(0), 3)
+    cfg = config(device=device)
+    given = fit(classifier(), cfg, train_loader=[(inputs, mixed)], loss_fn=F.cross_entropy)
+    assert losses(fit(classifier(), cfg, train_loader=[(inputs, mixed)])) == losses(given)
+    in_bfloat16 = [(inputs, torch.softmax(torch.randn(6, 3), dim=1).bfloat16())]
+    assert fit(classifier(), cfg, train_loader=in_bfloat16).steps
+
+
 def test_accumulation_is_weighted_by_labels_so_the_cut_does_not_matter():
     inputs, labels = samples(12)
     labels[:5] = -100  # the first micro-batch has one label left, the second six
@@ -508,6 +519,23 @@ class OfAnotherLibrary(Callback):
         ({"train_loader": [("a", "b")]}, "a batch of type tuple holds no tensor"),
         ({"train_loader": [1, 2, 3]}, "a batch of type int holds no tensor"),
         ({"train_loader": [ignored(2)]}, "step 1: the batch has nothing to learn from"),
+        (
+            {"model": nn.Linear(4, 1), "train_loader": [(torch.zeros(3, 4), torch.ones(3, 1))]},
+            r"the targets are torch.float32 of shape \(3, 1\) for an output of shape \(3, 1\): "
+            "cross-entropy, the default loss, takes them for class probabilities, and there is one class; ",
+        ),
+        (
+            {"train_loader": [(samples(3)[0], torch.ones(3, 3))]},
+            "takes them for class probabilities, and they are negative or do not sum to 1; give",
+        ),
+        (
+            {"train_loader": [(samples(3)[0], torch.tensor([[2.0, -1.0, 0.0]] * 3))]},
+            "takes them for class probabilities, and they are negative or do not sum to 1; give",
+        ),
+        (
+            {"train_loader": [(samples(3)[0], torch.ones(3))]},
+            r"of shape \(3,\) for an output of shape \(3, 3\): .*, needs class indices .int64.",
+        ),
         ({"train_loader": [samples(3)], "val_loader": []}, "val_loader gave no batch"),
         (
             {"train_loader": [samples(3)], "loss_fn": lambda output, target: output},
