@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -263,6 +264,43 @@ def test_a_metric_that_cannot_be_measured_is_one_line():
         fit(OnlyLoss(), cfg, train_loader=[samples(4)], val_loader=[samples(4)])
     with pytest.raises(UserError, match=r"an output of shape \(2, 7\) with a target of shape \(3,\)"):
         accuracy(LOGITS, torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize(
+    "kind", [float, np.float32, np.float64, torch.tensor, lambda share: torch.tensor([[share]])]
+)
+def test_a_metric_may_return_a_number_or_one_element(device, kind):
+    def share_of_first(output, target):
+        return kind((target == 0).float().mean().item())
+
+    inputs, labels = samples(10)
+    loader = [(inputs[:3], labels[:3]), (inputs[3:], labels[3:])]
+    trainer = Trainer(classifier(), config(device), val_loader=loader, metrics={"first": share_of_first})
+    assert trainer.validate()["first"] == pytest.approx((labels == 0).float().mean().item())
+
+
+def test_a_metric_may_return_whole_numbers_and_truths():
+    for value in (2, True, np.int64(3), np.bool_(False)):
+        metrics = {"m": lambda output, target, value=value: value}
+        trainer = Trainer(classifier(), config(), val_loader=[samples(4)], metrics=metrics)
+        assert trainer.validate()["m"] == float(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (None, "None"),
+        ("good", "'good'"),
+        ({"a": 1.0}, "a dict"),
+        (torch.ones(4), r"a tensor of shape \(4,\)"),
+    ],
+)
+def test_a_metric_that_returns_no_number_is_one_line(value, what):
+    metrics = {"m": lambda output, target: value}
+    trainer = Trainer(classifier(), config(), val_loader=[samples(4)], metrics=metrics)
+    with pytest.raises(UserError, match=rf"metrics\['m'\] returned {what}: expected a number or a tensor of"):
+        trainer.validate()
 
 
 def test_a_recipe_names_metrics_and_callbacks(tmp_path):
