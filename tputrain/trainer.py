@@ -130,7 +130,7 @@ class Trainer(Position):
         check_limits(self.world, cfg, model, loss_fn)
         self.model, is_alone = model, self.world.size == 1
         transformers_masks.register()
-        move(model, self.device)
+        move(self.device, model, loss_fn)
         self.execution = Execution(
             model, self.device, cfg.execution, lambda: self.step, cfg.trainer.length.steps, self._on_any_rank
         )
@@ -152,7 +152,7 @@ class Trainer(Position):
             if optimizer is not None
             else cfg.optim.build(model, counts_on_device=self.execution.captures_training)
         )
-        check_ownership(self.model, self.optimizer, lr_scheduler)
+        check_ownership(self.model, loss_fn, self.optimizer, lr_scheduler)
         create_state(self.optimizer)
         form, logged = self.execution, self._readings.logged
         parts = StepParts(model, self.optimizer, loss_fn, self.device, self.world, form, logged, cfg.trainer)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.tputrain.kept_records import KeptRecords
 from tputrain import (
     CheckpointConfig,
+    ExecutionConfig,
     LogConfig,
     OptimConfig,
     RunConfig,
@@ -116,6 +117,41 @@ def test_a_loss_fn_decides_what_the_target_is_compared_by():
     torch.manual_seed(0)
     records = fit(nn.Linear(4, 1), config(steps=60), train_loader=[batch], loss_fn=F.mse_loss)
     assert records.steps[-1]["loss"] < records.steps[0]["loss"]
+
+
+@pytest.mark.parametrize("form", ["fused", "captured"])
+def test_a_loss_fn_that_is_a_module_is_on_the_device_of_the_model(form):
+    inputs, labels = samples(6)
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    expected = fit(
+        classifier(),
+        config(),
+        train_loader=[(inputs, labels)],
+        loss_fn=lambda output, target: F.cross_entropy(output, target, weights),
+    )
+    cfg = config(device="tpu", execution=ExecutionConfig(train=form))
+    loss_fn, loader = nn.CrossEntropyLoss(weights), [(inputs, labels)]
+    records = fit(classifier(), cfg, train_loader=loader, val_loader=loader, loss_fn=loss_fn)
+    assert losses(records) == pytest.approx(losses(expected), rel=1e-5)
+    assert loss_fn.weight.device.type == "tpu"
+
+
+def test_parameters_of_a_loss_fn_that_nothing_trains_are_named(capsys):
+    class Scaled(nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.head, self.scale = head, nn.Parameter(torch.ones(()))
+
+        def forward(self, output, target):
+            return F.cross_entropy(output * self.scale, target)
+
+    model, note = classifier(), "note: loss_fn has the parameter scale: not trained and in no checkpoint"
+    loss_fn = Scaled(model[2])
+    Trainer(model, config(), loss_fn=loss_fn)
+    assert note in capsys.readouterr().out
+    loss_fn.scale.requires_grad_(False)
+    Trainer(model, config(), loss_fn=loss_fn)
+    assert "note" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
