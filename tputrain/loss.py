@@ -28,8 +28,9 @@ def loss_of(
     if loss_fn is not None:
         if target is None:
             raise UserError(
-                "a loss_fn was given and the batch has no target: "
-                "expected (input, target) or a dict with 'labels'"
+                "a loss_fn was given and the batch has no target: expected (input, target) or a dict with "
+                "'labels'; without a target have the model's forward return the loss and give no loss_fn, or "
+                "give step= a TrainStep with a forward of its own (docs/steps.md)"
             )
         return _scalar(loss_fn(output, target), "loss_fn returned")
     own = _own_loss(output)

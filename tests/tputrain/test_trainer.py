@@ -552,6 +552,11 @@ class OfAnotherLibrary(Callback):
             {"train_loader": [samples(3)[0]]},
             "no loss: the model returned a tensor of shape .3, 3. and the batch has no",
         ),
+        (
+            {"train_loader": [samples(3)[0]], "loss_fn": F.mse_loss},
+            "the batch has no target: expected .*; without a target have the model's forward return the loss "
+            "and give no loss_fn, or give step= a TrainStep with a forward of its own",
+        ),
         ({"train_loader": [("a", "b")]}, "a batch of type tuple holds no tensor"),
         ({"train_loader": [1, 2, 3]}, "a batch of type int holds no tensor"),
         ({"train_loader": [ignored(2)]}, "step 1: the batch has nothing to learn from"),
