@@ -559,7 +559,7 @@ class OfAnotherLibrary(Callback):
         ),
         ({"train_loader": [("a", "b")]}, "a batch of type tuple holds no tensor"),
         ({"train_loader": [1, 2, 3]}, "a batch of type int holds no tensor"),
-        ({"train_loader": [ignored(2)]}, "step 1: the batch has nothing to learn from"),
+        ({"train_loader": [ignored(2)]}, "step 1: the batch has nothing to learn from .every label is -100"),
         (
             {"model": nn.Linear(4, 1), "train_loader": [(torch.zeros(3, 4), torch.ones(3, 1))]},
             r"the targets are torch.float32 of shape \(3, 1\) for an output of shape \(3, 1\): "
@@ -576,6 +576,26 @@ class OfAnotherLibrary(Callback):
         (
             {"train_loader": [(samples(3)[0], torch.ones(3))]},
             r"of shape \(3,\) for an output of shape \(3, 3\): .*, needs class indices .int64.",
+        ),
+        ({"train_loader": [samples(0)]}, r"step 1: the batch has nothing to learn from \(it has no sample\)"),
+        (
+            {"train_loader": [samples(3), samples(0)]},
+            r"step 2: the batch has nothing to learn from \(it has no sample\)",
+        ),
+        (
+            {"model": classifier().requires_grad_(False)},
+            "no parameter to train: all have requires_grad=False, such as 0.weight; call requires_grad_",
+        ),
+        (
+            {
+                "model": classifier().requires_grad_(False),
+                "cfg": config(optim=OptimConfig(freeze=["0.*"])),
+            },
+            "to train: those that optim.freeze leaves have requires_grad=False, such as 2.weight; call",
+        ),
+        (
+            {"cfg": config(optim=OptimConfig(freeze=["*"]))},
+            r"the model has no parameter to train: all are frozen \(optim.freeze\)",
         ),
         ({"train_loader": [samples(3)], "val_loader": []}, "val_loader gave no batch"),
         (

@@ -49,7 +49,9 @@ class IncomingBatches:
             batches = batches._replace(weights=[[next(weights) for _ in parts] for parts in batches.slices])
         self._data.take()
         if not any(map(sum, batches.weights)):
-            raise UserError(f"step {step + 1}: the batch has nothing to learn from (every label is -100)")
+            is_empty = not any(map(batch_of.num_samples, batches.host))
+            why = "it has no sample" if is_empty else "every label is -100"
+            raise UserError(f"step {step + 1}: the batch has nothing to learn from ({why})")
         if not self._has_given:  # targets are made alike in all steps
             targets = map(batch_of.target_of, batches.host)
             self._train_step.may_be_probabilities = all(map(may_be_probabilities, targets))
