@@ -748,6 +748,16 @@ def test_a_generator_that_ends_early_is_told_with_what_it_gave():
         Trainer(classifier(), config(steps=3), train_loader=generator).fit()
 
 
+@pytest.mark.parametrize("form", ["fused", "captured"])
+def test_a_label_out_of_range_names_its_step(form):
+    loader = [samples(6, seed) for seed in range(9)]
+    loader[6][1][2] = 7
+    cfg = config(steps=9, device="tpu", log=LogConfig(every=4), execution=ExecutionConfig(train=form))
+    with pytest.raises(UserError, match=r"^step 7: Target 7 is out of bounds.* in aten::.*loss.py") as caught:
+        fit(classifier(), cfg, train_loader=loader)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):
     from tputrain.loop import evaluator
 

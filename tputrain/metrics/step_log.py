@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tputrain import device as devices
+from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
 
 _PERCENTILES = (50, 90, 99)
@@ -53,6 +54,19 @@ class _Step:
     host: Record
     num_done: int
     num_flops: int | None
+
+
+def _read(step: _Step) -> tuple[float, float]:
+    """Its loss and gradient norm. Raises UserError where an index in it was out of range, such as a label:
+    the device knows that only now, and tells it of the first step in which one was.
+    """
+    try:
+        return float(step.loss.item()), float(step.grad_norm.item())
+    except IndexError as error:
+        raise UserError(
+            f"step {step.step}: {error}; expected labels and ids below the sizes that the model has for "
+            "them: look at the batch of that step"
+        ) from None
 
 
 class StepLog:
@@ -128,7 +142,7 @@ class StepLog:
         """Wait for the last step; its values stay to be drained."""
         if self._pending:
             began_at = time.perf_counter()
-            self._pending[-1].loss.item()
+            _read(self._pending[-1])
             self._device_seconds += time.perf_counter() - began_at  # time of the steps, as that of the read
 
     def drain(self, unit: str, slowest: tuple[int, float] | None = None) -> list[Record]:
@@ -138,7 +152,7 @@ class StepLog:
         Only the first read waits; the rest, two small ones a step, find their values ready.
         """
         began_at = time.perf_counter()
-        values = [(float(step.loss.item()), float(step.grad_norm.item())) for step in self._pending]
+        values = [_read(step) for step in self._pending]
         read_seconds = time.perf_counter() - began_at + self._device_seconds
         seconds = self._busy_seconds + read_seconds
         self._recent.extend(
