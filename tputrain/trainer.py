@@ -240,7 +240,8 @@ class Trainer(Position):
                     continue
                 if self._due.draw_ahead:  # before values are read, so that the device has them by then
                     self._incoming.draw_ahead(self.step)
-                self._tell("on_step_end")
+                with self._readings.after_step():
+                    self._tell("on_step_end")
                 self._agree()
                 if self._went_back(self._log_if_due()):
                     continue
@@ -279,9 +280,8 @@ class Trainer(Position):
             records = self._readings.read(self.unit, self._agreement.slowest)
         if not records:
             return None
-        is_first = self._first_runs.is_first_step
-        self._watchdog.learn(records, is_first)
-        if is_first and (why := self._readings.not_counted) is not None:
+        self._watchdog.learn(records, self._first_runs.is_first_step)
+        if self._first_runs.is_first_step and (why := self._readings.not_counted) is not None:
             say(f"note: no MFU, the model's operations cannot be counted: {why}")
         for logger in self.loggers:
             logger.total_steps = self._due.total_steps

@@ -182,6 +182,28 @@ def test_percentiles_share_the_wait_for_the_read_and_leave_out_steps_that_compil
     assert records[-1]["step_seconds_p99"] == pytest.approx(3.97 + 0.2)
 
 
+def test_callbacks_count_in_the_time_of_a_step_and_evaluations_do_not(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("tputrain.metrics.step_log.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(Callback):
+        def on_step_start(self, trainer):
+            now[0] += 1.0
+
+        def on_step_end(self, trainer):
+            now[0] += 4.0
+
+    def slow_metric(output, target):
+        now[0] += 100.0
+        return 0.0
+
+    data = {"train_loader": [samples(10)], "val_loader": [samples(4)], "metrics": {"slow": slow_metric}}
+    records = fit(classifier(), config(evaluate_every=2), callbacks=[Slow()], **data)
+    for record in records.steps:
+        assert record["step_seconds"] == record["host_seconds"] == record["step_seconds_p50"] == 5.0
+        assert record["samples_per_second"] == 2.0
+
+
 def test_evaluation_sets_are_measured_each_and_the_first_one_judges(capsys):
     sets = {"near": [samples(4)], "far.away": [samples(6, seed=2), samples(2, seed=3)]}
     cfg = config(metrics=["accuracy"], evaluate_every=None)

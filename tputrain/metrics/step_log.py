@@ -70,11 +70,11 @@ def _read(step: _Step) -> tuple[float, float]:
 
 
 class StepLog:
-    """Collects steps with `waiting`, `begin`, `end` and `wait`; `drain` reads them.
+    """Collects steps with `waiting`, `begin`, `end`, `after_step` and `wait`; `drain` reads them.
 
     Dispatch is asynchronous: how long one step took on the device shows only at the next read. So
     `step_seconds`, `..._per_second` and `data_wait` are means over the steps of a drain, the wait for the
-    read included, and time spent between steps (evaluating, saving) is not counted.
+    read and callbacks around the steps included. What is told by itself (evaluating, saving) is not counted.
 
     For the percentiles (`step_seconds_p50`, `_p90`, `_p99`) a step took its own time on the host and an equal
     share of the waits for the device. They are of the last 1,000 steps of this process that compiled nothing
@@ -132,6 +132,15 @@ class StepLog:
         counted = {"host_seconds": host_seconds, "compilations": compilations, "disk_hits": disk_hits}
         record = host | counted
         self._pending.append(_Step(step, loss, grad_norm, record, num_done, num_flops))
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """In here callbacks hear of the step that `end` was called for: their time is the step's."""
+        began_at = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began_at
+        self._busy_seconds += seconds
+        self._pending[-1].host["host_seconds"] += seconds
 
     @property
     def host_seconds(self) -> float:
