@@ -130,7 +130,7 @@ class Trainer(Position):
         check_limits(self.world, cfg, model, loss_fn)
         self.model, is_alone = model, self.world.size == 1
         transformers_masks.register()
-        move(model, self.device)
+        move(self.device, model, loss_fn)
         self.execution = Execution(
             model, self.device, cfg.execution, lambda: self.step, cfg.trainer.length.steps, self._on_any_rank
         )
@@ -152,7 +152,7 @@ class Trainer(Position):
             if optimizer is not None
             else cfg.optim.build(model, counts_on_device=self.execution.captures_training)
         )
-        check_ownership(self.model, self.optimizer, lr_scheduler)
+        check_ownership(self.model, loss_fn, self.optimizer, lr_scheduler)
         create_state(self.optimizer)
         form, logged = self.execution, self._readings.logged
         parts = StepParts(model, self.optimizer, loss_fn, self.device, self.world, form, logged, cfg.trainer)
@@ -192,9 +192,9 @@ class Trainer(Position):
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step, rank)
         self.label_weights = LabelWeights(self)
         self._evaluator = Evaluator(self, self._signals, self._agreement, self._watchdog)
-        weights, timed = self.label_weights, self._readings.waiting
+        weights, watched = self.label_weights, (self._signals, self._watchdog, self._readings.waiting)
         if self._data is not None:
-            self._incoming = IncomingBatches(self._data, weights, self._signals, self._watchdog, timed)
+            self._incoming = IncomingBatches(self._data, weights, self.train_step, *watched)
         self._initial_values = InitialValues(self.model, self.optimizer, initialize)
         state = RunState(
             self, self._data, self._bad_steps, self._initial_values, self._rates, optimizer is None
@@ -240,7 +240,8 @@ class Trainer(Position):
                     continue
                 if self._due.draw_ahead:  # before values are read, so that the device has them by then
                     self._incoming.draw_ahead(self.step)
-                self._tell("on_step_end")
+                with self._readings.after_step():
+                    self._tell("on_step_end")
                 self._agree()
                 if self._went_back(self._log_if_due()):
                     continue
@@ -279,9 +280,8 @@ class Trainer(Position):
             records = self._readings.read(self.unit, self._agreement.slowest)
         if not records:
             return None
-        is_first = self._first_runs.is_first_step
-        self._watchdog.learn(records, is_first)
-        if is_first and (why := self._readings.not_counted) is not None:
+        self._watchdog.learn(records, self._first_runs.is_first_step)
+        if self._first_runs.is_first_step and (why := self._readings.not_counted) is not None:
             say(f"note: no MFU, the model's operations cannot be counted: {why}")
         for logger in self.loggers:
             logger.total_steps = self._due.total_steps

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -181,6 +182,28 @@ def test_percentiles_share_the_wait_for_the_read_and_leave_out_steps_that_compil
     assert records[-1]["step_seconds_p99"] == pytest.approx(3.97 + 0.2)
 
 
+def test_callbacks_count_in_the_time_of_a_step_and_evaluations_do_not(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("tputrain.metrics.step_log.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(Callback):
+        def on_step_start(self, trainer):
+            now[0] += 1.0
+
+        def on_step_end(self, trainer):
+            now[0] += 4.0
+
+    def slow_metric(output, target):
+        now[0] += 100.0
+        return 0.0
+
+    data = {"train_loader": [samples(10)], "val_loader": [samples(4)], "metrics": {"slow": slow_metric}}
+    records = fit(classifier(), config(evaluate_every=2), callbacks=[Slow()], **data)
+    for record in records.steps:
+        assert record["step_seconds"] == record["host_seconds"] == record["step_seconds_p50"] == 5.0
+        assert record["samples_per_second"] == 2.0
+
+
 def test_evaluation_sets_are_measured_each_and_the_first_one_judges(capsys):
     sets = {"near": [samples(4)], "far.away": [samples(6, seed=2), samples(2, seed=3)]}
     cfg = config(metrics=["accuracy"], evaluate_every=None)
@@ -263,6 +286,43 @@ def test_a_metric_that_cannot_be_measured_is_one_line():
         fit(OnlyLoss(), cfg, train_loader=[samples(4)], val_loader=[samples(4)])
     with pytest.raises(UserError, match=r"an output of shape \(2, 7\) with a target of shape \(3,\)"):
         accuracy(LOGITS, torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize(
+    "kind", [float, np.float32, np.float64, torch.tensor, lambda share: torch.tensor([[share]])]
+)
+def test_a_metric_may_return_a_number_or_one_element(device, kind):
+    def share_of_first(output, target):
+        return kind((target == 0).float().mean().item())
+
+    inputs, labels = samples(10)
+    loader = [(inputs[:3], labels[:3]), (inputs[3:], labels[3:])]
+    trainer = Trainer(classifier(), config(device), val_loader=loader, metrics={"first": share_of_first})
+    assert trainer.validate()["first"] == pytest.approx((labels == 0).float().mean().item())
+
+
+def test_a_metric_may_return_whole_numbers_and_truths():
+    for value in (2, True, np.int64(3), np.bool_(False)):
+        metrics = {"m": lambda output, target, value=value: value}
+        trainer = Trainer(classifier(), config(), val_loader=[samples(4)], metrics=metrics)
+        assert trainer.validate()["m"] == float(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (None, "None"),
+        ("good", "'good'"),
+        ({"a": 1.0}, "a dict"),
+        (torch.ones(4), r"a tensor of shape \(4,\)"),
+    ],
+)
+def test_a_metric_that_returns_no_number_is_one_line(value, what):
+    metrics = {"m": lambda output, target: value}
+    trainer = Trainer(classifier(), config(), val_loader=[samples(4)], metrics=metrics)
+    with pytest.raises(UserError, match=rf"metrics\['m'\] returned {what}: expected a number or a tensor of"):
+        trainer.validate()
 
 
 def test_a_recipe_names_metrics_and_callbacks(tmp_path):

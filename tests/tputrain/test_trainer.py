@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.tputrain.kept_records import KeptRecords
 from tputrain import (
     CheckpointConfig,
+    ExecutionConfig,
     LogConfig,
     OptimConfig,
     RunConfig,
@@ -116,6 +117,52 @@ def test_a_loss_fn_decides_what_the_target_is_compared_by():
     torch.manual_seed(0)
     records = fit(nn.Linear(4, 1), config(steps=60), train_loader=[batch], loss_fn=F.mse_loss)
     assert records.steps[-1]["loss"] < records.steps[0]["loss"]
+
+
+@pytest.mark.parametrize("form", ["fused", "captured"])
+def test_a_loss_fn_that_is_a_module_is_on_the_device_of_the_model(form):
+    inputs, labels = samples(6)
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    expected = fit(
+        classifier(),
+        config(),
+        train_loader=[(inputs, labels)],
+        loss_fn=lambda output, target: F.cross_entropy(output, target, weights),
+    )
+    cfg = config(device="tpu", execution=ExecutionConfig(train=form))
+    loss_fn, loader = nn.CrossEntropyLoss(weights), [(inputs, labels)]
+    records = fit(classifier(), cfg, train_loader=loader, val_loader=loader, loss_fn=loss_fn)
+    assert losses(records) == pytest.approx(losses(expected), rel=1e-5)
+    assert loss_fn.weight.device.type == "tpu"
+
+
+def test_parameters_of_a_loss_fn_that_nothing_trains_are_named(capsys):
+    class Scaled(nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.head, self.scale = head, nn.Parameter(torch.ones(()))
+
+        def forward(self, output, target):
+            return F.cross_entropy(output * self.scale, target)
+
+    model, note = classifier(), "note: loss_fn has the parameter scale: not trained and in no checkpoint"
+    loss_fn = Scaled(model[2])
+    Trainer(model, config(), loss_fn=loss_fn)
+    assert note in capsys.readouterr().out
+    loss_fn.scale.requires_grad_(False)
+    Trainer(model, config(), loss_fn=loss_fn)
+    assert "note" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_class_probabilities_are_targets_of_the_default_loss(device):
+    inputs, labels = samples(6)
+    mixed = 0.7 * F.one_hot(labels, 3) + 0.3 * F.one_hot(labels.flip(0), 3)
+    cfg = config(device=device)
+    given = fit(classifier(), cfg, train_loader=[(inputs, mixed)], loss_fn=F.cross_entropy)
+    assert losses(fit(classifier(), cfg, train_loader=[(inputs, mixed)])) == losses(given)
+    in_bfloat16 = [(inputs, torch.softmax(torch.randn(6, 3), dim=1).bfloat16())]
+    assert fit(classifier(), cfg, train_loader=in_bfloat16).steps
 
 
 def test_accumulation_is_weighted_by_labels_so_the_cut_does_not_matter():
@@ -505,9 +552,51 @@ class OfAnotherLibrary(Callback):
             {"train_loader": [samples(3)[0]]},
             "no loss: the model returned a tensor of shape .3, 3. and the batch has no",
         ),
+        (
+            {"train_loader": [samples(3)[0]], "loss_fn": F.mse_loss},
+            "the batch has no target: expected .*; without a target have the model's forward return the loss "
+            "and give no loss_fn, or give step= a TrainStep with a forward of its own",
+        ),
         ({"train_loader": [("a", "b")]}, "a batch of type tuple holds no tensor"),
         ({"train_loader": [1, 2, 3]}, "a batch of type int holds no tensor"),
-        ({"train_loader": [ignored(2)]}, "step 1: the batch has nothing to learn from"),
+        ({"train_loader": [ignored(2)]}, "step 1: the batch has nothing to learn from .every label is -100"),
+        (
+            {"model": nn.Linear(4, 1), "train_loader": [(torch.zeros(3, 4), torch.ones(3, 1))]},
+            r"the targets are torch.float32 of shape \(3, 1\) for an output of shape \(3, 1\): "
+            "cross-entropy, the default loss, takes them for class probabilities, and there is one class; ",
+        ),
+        (
+            {"train_loader": [(samples(3)[0], torch.ones(3, 3))]},
+            "takes them for class probabilities, and they are negative or do not sum to 1; give",
+        ),
+        (
+            {"train_loader": [(samples(3)[0], torch.tensor([[2.0, -1.0, 0.0]] * 3))]},
+            "takes them for class probabilities, and they are negative or do not sum to 1; give",
+        ),
+        (
+            {"train_loader": [(samples(3)[0], torch.ones(3))]},
+            r"of shape \(3,\) for an output of shape \(3, 3\): .*, needs class indices .int64.",
+        ),
+        ({"train_loader": [samples(0)]}, r"step 1: the batch has nothing to learn from \(it has no sample\)"),
+        (
+            {"train_loader": [samples(3), samples(0)]},
+            r"step 2: the batch has nothing to learn from \(it has no sample\)",
+        ),
+        (
+            {"model": classifier().requires_grad_(False)},
+            "no parameter to train: all have requires_grad=False, such as 0.weight; call requires_grad_",
+        ),
+        (
+            {
+                "model": classifier().requires_grad_(False),
+                "cfg": config(optim=OptimConfig(freeze=["0.*"])),
+            },
+            "to train: those that optim.freeze leaves have requires_grad=False, such as 2.weight; call",
+        ),
+        (
+            {"cfg": config(optim=OptimConfig(freeze=["*"]))},
+            r"the model has no parameter to train: all are frozen \(optim.freeze\)",
+        ),
         ({"train_loader": [samples(3)], "val_loader": []}, "val_loader gave no batch"),
         (
             {"train_loader": [samples(3)], "loss_fn": lambda output, target: output},
@@ -657,6 +746,16 @@ def test_a_generator_that_ends_early_is_told_with_what_it_gave():
     generator = (samples(4) for _ in range(2))
     with pytest.raises(UserError, match="train_loader is a generator that ended after 2 batches and cannot"):
         Trainer(classifier(), config(steps=3), train_loader=generator).fit()
+
+
+@pytest.mark.parametrize("form", ["fused", "captured"])
+def test_a_label_out_of_range_names_its_step(form):
+    loader = [samples(6, seed) for seed in range(9)]
+    loader[6][1][2] = 7
+    cfg = config(steps=9, device="tpu", log=LogConfig(every=4), execution=ExecutionConfig(train=form))
+    with pytest.raises(UserError, match=r"^step 7: Target 7 is out of bounds.* in aten::.*loss.py") as caught:
+        fit(classifier(), cfg, train_loader=loader)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):

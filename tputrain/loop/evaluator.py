@@ -20,7 +20,7 @@ from tputrain.errors import UserError
 from tputrain.feed import generators_of
 from tputrain.loggers.logger import Record
 from tputrain.loop.logged import means as means_of
-from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
+from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged, metric_value
 from tputrain.metrics.named import PERPLEXITY
 from tputrain.models.sequence import sequence_split
 from tputrain.parallel.agreement import Agreement
@@ -115,7 +115,10 @@ class Evaluator:
             part = slices[taken] if weights[taken] else labelled(slices[taken])
             with sequence_split(world.sequence), self.trainer.train_step.logged.collected() as logged:
                 loss, output, target = self.trainer.train_step.forward(part)
-            values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
+            values = {
+                name: metric_value(name, metric(output, target), self.trainer.device)
+                for name, metric in self.trainer.metrics.items()
+            }
             means.add({"loss": loss} | values | self._tensors(logged, values), own, sum(weights))
             devices.flush(self.trainer.device)
 

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from tputrain import batches as batch_of
 from tputrain.errors import UserError
 from tputrain.loop.label_weights import LabelWeights
 from tputrain.loop.next_batches import NextBatches, StepBatches
+from tputrain.loop.step import TrainStep
+from tputrain.loss import may_be_probabilities
 from tputrain.signals import SignalWatch
 from tputrain.watchdog import DATA, FIRST_STEP, Watchdog
 
@@ -17,13 +20,14 @@ class IncomingBatches:
         self,
         data: NextBatches,
         weights: LabelWeights,
+        train_step: TrainStep,
         signals: SignalWatch,
         watchdog: Watchdog,
         timed: Callable[[], AbstractContextManager[None]],
     ):
         """In `timed()` the host waits for data."""
         self._data, self._weights, self._signals, self._watchdog = data, weights, signals, watchdog
-        self._timed = timed
+        self._train_step, self._timed, self._has_given = train_step, timed, False
 
     def draw(self, step: int) -> StepBatches | None:
         """Those of `step` (from 0), which are not taken yet; None where a signal came first."""
@@ -45,5 +49,11 @@ class IncomingBatches:
             batches = batches._replace(weights=[[next(weights) for _ in parts] for parts in batches.slices])
         self._data.take()
         if not any(map(sum, batches.weights)):
-            raise UserError(f"step {step + 1}: the batch has nothing to learn from (every label is -100)")
+            is_empty = not any(map(batch_of.num_samples, batches.host))
+            why = "it has no sample" if is_empty else "every label is -100"
+            raise UserError(f"step {step + 1}: the batch has nothing to learn from ({why})")
+        if not self._has_given:  # targets are made alike in all steps
+            targets = map(batch_of.target_of, batches.host)
+            self._train_step.may_be_probabilities = all(map(may_be_probabilities, targets))
+            self._has_given = True
         return batches

@@ -74,6 +74,10 @@ class Readings:
         self._logged.append({**result.logged})
         self._add_to_last_step()
 
+    def after_step(self) -> AbstractContextManager[None]:
+        """In here callbacks hear of the step that was dispatched."""
+        return self._steps.after_step()
+
     def _add_to_last_step(self) -> None:
         """What was given outside of steps, in callbacks, belongs to the step before; at first to the next."""
         if self._logged:

@@ -32,6 +32,9 @@ class TrainStep:
     - `update`: all of it. `trainer.on_nonfinite=skip` and `rollback` need the one of this class.
     """
 
+    may_be_probabilities = True
+    """What `tputrain.loss.may_be_probabilities` said of the first step's targets, on the host."""
+
     def __init__(self, parts: StepParts):
         self.parts = parts
         self.model, self.optimizer, self.loss_fn = parts.model, parts.optimizer, parts.loss_fn
@@ -103,7 +106,8 @@ class TrainStep:
             inputs, named_inputs = batch_of.arguments(self.model, batch)
             output = self.parts.execution.model(*inputs, **named_inputs)
             target = batch_of.target_of(batch)
-            return loss_of(output, target, self.loss_fn), output, target
+            loss = loss_of(output, target, self.loss_fn, self.may_be_probabilities)
+            return loss, output, target
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`, with the hooks of callbacks around it."""

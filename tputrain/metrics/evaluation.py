@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +60,23 @@ class WeightedMeans:
         elif with_perplexity:
             means["perplexity"] = perplexity(means["loss"])
         return means
+
+
+def metric_value(name: str, value: Any, device: torch.device) -> Tensor:
+    """What the metric `name` returned, as a scalar tensor on `device`. Raises UserError: it is no number."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.reshape(()).to(device)
+    if isinstance(value, int | float | np.integer | np.floating | np.bool_):
+        return torch.tensor(float(value), device=device)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _described(value)
+    raise UserError(
+        f"metrics[{name!r}] returned {what}: expected a number or a tensor of one element, the mean over the "
+        "batch"
+    )
+
+
+def _described(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from tputrain.batches import IGNORED_LABEL
 from tputrain.config_checks import expect_choice
 from tputrain.errors import UserError
 
-Metric = Callable[[Any, Any], Tensor]
-"""(output, target) of a batch to a scalar tensor, its mean over the batch."""
+Metric = Callable[[Any, Any], Tensor | float]
+"""(output, target) of a batch to its mean over the batch: a tensor of one element, or a number."""
 
 PERPLEXITY = "perplexity"
 """No function of a batch: e to the mean loss of the whole evaluation. Text has it unasked."""
@@ -45,7 +45,7 @@ def mean_absolute_error(output: Any, target: Tensor) -> Tensor:
     return (prediction.float() - target.float()).abs().mean()
 
 
-METRICS: dict[str, Metric] = {
+METRICS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "accuracy": accuracy,
     "top5_accuracy": top5_accuracy,
     "next_token_accuracy": next_token_accuracy,

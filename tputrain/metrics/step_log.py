@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tputrain import device as devices
+from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
 
 _PERCENTILES = (50, 90, 99)
@@ -55,12 +56,25 @@ class _Step:
     num_flops: int | None
 
 
+def _read(step: _Step) -> tuple[float, float]:
+    """Its loss and gradient norm. Raises UserError where an index in it was out of range, such as a label:
+    the device knows that only now, and tells it of the first step in which one was.
+    """
+    try:
+        return float(step.loss.item()), float(step.grad_norm.item())
+    except IndexError as error:
+        raise UserError(
+            f"step {step.step}: {error}; expected labels and ids below the sizes that the model has for "
+            "them: look at the batch of that step"
+        ) from None
+
+
 class StepLog:
-    """Collects steps with `waiting`, `begin`, `end` and `wait`; `drain` reads them.
+    """Collects steps with `waiting`, `begin`, `end`, `after_step` and `wait`; `drain` reads them.
 
     Dispatch is asynchronous: how long one step took on the device shows only at the next read. So
     `step_seconds`, `..._per_second` and `data_wait` are means over the steps of a drain, the wait for the
-    read included, and time spent between steps (evaluating, saving) is not counted.
+    read and callbacks around the steps included. What is told by itself (evaluating, saving) is not counted.
 
     For the percentiles (`step_seconds_p50`, `_p90`, `_p99`) a step took its own time on the host and an equal
     share of the waits for the device. They are of the last 1,000 steps of this process that compiled nothing
@@ -119,6 +133,15 @@ class StepLog:
         record = host | counted
         self._pending.append(_Step(step, loss, grad_norm, record, num_done, num_flops))
 
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """In here callbacks hear of the step that `end` was called for: their time is the step's."""
+        began_at = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began_at
+        self._busy_seconds += seconds
+        self._pending[-1].host["host_seconds"] += seconds
+
     @property
     def host_seconds(self) -> float:
         """What this host took for the steps that were not drained yet: their data, and to dispatch them."""
@@ -128,7 +151,7 @@ class StepLog:
         """Wait for the last step; its values stay to be drained."""
         if self._pending:
             began_at = time.perf_counter()
-            self._pending[-1].loss.item()
+            _read(self._pending[-1])
             self._device_seconds += time.perf_counter() - began_at  # time of the steps, as that of the read
 
     def drain(self, unit: str, slowest: tuple[int, float] | None = None) -> list[Record]:
@@ -138,7 +161,7 @@ class StepLog:
         Only the first read waits; the rest, two small ones a step, find their values ready.
         """
         began_at = time.perf_counter()
-        values = [(float(step.loss.item()), float(step.grad_norm.item())) for step in self._pending]
+        values = [_read(step) for step in self._pending]
         read_seconds = time.perf_counter() - began_at + self._device_seconds
         seconds = self._busy_seconds + read_seconds
         self._recent.extend(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,15 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def move(model: nn.Module, device: torch.device) -> None:
-    """Move what has values to `device`, in place."""
-    if is_on_meta(model):
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    else:
-        model.to(device)
+def move(device: torch.device, model: nn.Module, loss_fn: Any) -> None:
+    """Move what has values to `device`, in place: the model and, where it is a module, the loss function."""
+    for module in (model, loss_fn):
+        if not isinstance(module, nn.Module):
+            continue
+        if is_on_meta(module):
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        else:
+            module.to(device)
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

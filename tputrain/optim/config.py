@@ -65,7 +65,7 @@ class OptimConfig(Family, group="optim", by="name"):
         With `master_weights` the parameters are bfloat16 afterwards. `counts_on_device`: AdamW keeps its step
         count there (its fused form, equal but for rounding), so that no number of the host changes with it.
         """
-        groups = parameter_groups(model, self.weight_decay, self.groups)
+        groups = parameter_groups(model, self.weight_decay, self.groups, self.freeze)
         optimizer = self._over(groups, model, counts_on_device)
         if not self.master_weights:
             return optimizer

@@ -31,13 +31,17 @@ class GroupConfig:
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, groups: Sequence[GroupConfig] = ()
+    model: nn.Module,
+    weight_decay: float,
+    groups: Sequence[GroupConfig] = (),
+    frozen: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """torch.optim's parameter groups over the trainable parameters of `model`.
 
     Norms, biases and whatever else has one dimension do not decay; then `groups` apply in order, later ones
     over earlier ones. Parameters with the same settings are one group, those that decay by default first.
-    A group's `lr_scale` is for `set_learning_rate`. Raises UserError for a pattern that matches nothing.
+    A group's `lr_scale` is for `set_learning_rate`. `frozen`: the patterns that `freeze` was given. Raises
+    UserError for a pattern that matches nothing, and where nothing is trainable.
     """
     names = [name for name, _ in model.named_parameters()]
     for group in groups:
@@ -45,8 +49,7 @@ def parameter_groups(
     in_norms = _parameters_in_norms(model)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
-        why = "all are frozen (optim.freeze)" if names else "it has none at all"
-        raise UserError(f"the model has no parameter to train: {why}")
+        raise UserError(f"the model has no parameter to train: {_why_none(names, frozen)}")
     members: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for decays in (True, False):
         for name, parameter in trainable:
@@ -57,6 +60,18 @@ def parameter_groups(
         {"params": parameters, "weight_decay": decay} | ({} if scale == 1.0 else {"lr_scale": scale})
         for (_, decay, scale), parameters in members.items()
     ]
+
+
+def _why_none(names: Sequence[str], frozen: Sequence[str]) -> str:
+    if not names:
+        return "it has none at all"
+    by_itself = [name for name in names if not matches(name, frozen)]
+    if not by_itself:
+        return "all are frozen (optim.freeze)"
+    return (
+        f"{'all' if len(by_itself) == len(names) else 'those that optim.freeze leaves'} have "
+        f"requires_grad=False, such as {by_itself[0]}; call requires_grad_(True) on what is to train"
+    )
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

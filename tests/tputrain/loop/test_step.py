@@ -178,7 +178,13 @@ def test_an_update_of_ones_own_is_used_and_is_refused_where_it_could_not_be_left
 
 
 @pytest.mark.parametrize(
-    ("name", "falls"), [("Two optimizers", True), ("A GAN", False), ("Distillation", True)]
+    ("name", "falls"),
+    [
+        ("A loss without a target", True),
+        ("Two optimizers", True),
+        ("A GAN", False),
+        ("Distillation", True),
+    ],
 )
 def test_the_scripts_of_the_page_run_as_they_stand(name, falls, tmp_path):
     with chdir(tmp_path):
