@@ -51,13 +51,15 @@ def loss_of(
 def may_be_probabilities(target: Any) -> bool:
     """Whether cross-entropy can take `target` for class probabilities, by its values, should it be of floats.
 
-    NaN may be one: bad steps are told elsewhere.
+    Rows of zeros may be what is not to count, beside others. NaN may be one: bad steps are told elsewhere.
     """
     if not (isinstance(target, Tensor) and target.is_floating_point() and target.dim() > 0):
         return True
     sums = target.float().sum(dim=_class_dimension(target))
-    is_off = ((sums - 1).abs() > _SUM_TOLERANCE).any() | (target < 0).any()
-    return not bool(is_off)
+    is_zero = sums.abs() <= _SUM_TOLERANCE
+    is_off = ((sums - 1).abs() > _SUM_TOLERANCE) & ~is_zero
+    has_none = is_zero.numel() > 0 and bool(is_zero.all())
+    return not (has_none or bool(is_off.any() | (target < 0).any()))
 
 
 def _check_cross_entropy(output: Tensor, target: Any, may_be_probabilities: bool) -> None:
