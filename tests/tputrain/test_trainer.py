@@ -167,21 +167,6 @@ def test_class_probabilities_are_targets_of_the_default_loss(device):
     assert fit(classifier(), cfg, train_loader=[(inputs, mixed)]).steps
 
 
-class GoesBack(Callback):
-    """Once, with which nothing is pending any more."""
-
-    def on_step_end(self, trainer):
-        if trainer.step == 3 and trainer.resume(trainer.store.path(1)):
-            trainer.callbacks.remove(self)
-
-
-def test_a_callback_may_go_back_after_a_step(tmp_path):
-    saves = CheckpointConfig(every=1, keep_last=5)
-    cfg = config(run_dir=str(tmp_path / "run"), checkpoint=saves)
-    records = fit(classifier(), cfg, callbacks=[GoesBack()], train_loader=[samples(6)])
-    assert records.steps[-1]["step"] == 5
-
-
 def test_accumulation_is_weighted_by_labels_so_the_cut_does_not_matter():
     inputs, labels = samples(12)
     labels[:5] = -100  # the first micro-batch has one label left, the second six

@@ -140,8 +140,7 @@ class StepLog:
         yield
         seconds = time.perf_counter() - began_at
         self._busy_seconds += seconds
-        if self._pending:  # else a callback had the run go back
-            self._pending[-1].host["host_seconds"] += seconds
+        self._pending[-1].host["host_seconds"] += seconds
 
     @property
     def host_seconds(self) -> float:
