@@ -12,7 +12,7 @@ from tputrain.config_differences import changed_settings
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.recipe import RecipeConfig
-from tputrain.run_lock import RunLock
+from tputrain.run_lock import RunLock, is_locked
 from tputrain.snapshot import contents
 
 _FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "optim.master_weights", "seed")
@@ -50,9 +50,10 @@ def newest_checkpoint(cfg: RecipeConfig, only: tuple[str, ...] = ()) -> Path | N
 
 def copy_missed(cfg: RecipeConfig, checkpoint: Path) -> None:
     """As `CheckpointStore.copy_missed`, of a run that nobody trains."""
-    store = CheckpointStore.of_run(str(cfg.run_dir), cfg.checkpoint)
-    with locked_where_changed(store, str(cfg.run_dir)):
-        store.copy_missed(contents.load_state(checkpoint)["step"])
+    run_dir, step = Path(str(cfg.run_dir)), contents.load_state(checkpoint)["step"]
+    if cfg.checkpoint.mirror is not None and not is_locked(run_dir):  # else that process may be copying
+        with RunLock(run_dir):
+            CheckpointStore.of_run(str(run_dir), cfg.checkpoint).copy_missed(step)
 
 
 @contextmanager

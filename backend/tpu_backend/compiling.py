@@ -13,7 +13,10 @@ _PATIENCE = 15.0  # seconds of compilation without a word, of one program or of 
 _SHORTEST = 2.0  # seconds: nothing shorter is told
 _INTERVAL = 60.0  # seconds between news, after the first
 
+_LONG_AGO = 60.0  # seconds after which compilations belong to nothing that somebody waits for
+
 _untold = 0.0  # seconds of compilations that ended since the last word
+_ended_at = 0.0  # the last of them
 
 _threads: list[int] = []  # an entry a compilation under way; a list's append and remove are atomic
 
@@ -31,8 +34,9 @@ def compiling(
     alone or after others, another each minute, and one when it is done. `described` says which operations,
     and what would take less; it is asked at the first line, in a thread of its own.
     """
-    global _untold
-    thread, start, before, is_told = threading.get_ident(), time.perf_counter(), _untold, False
+    global _untold, _ended_at
+    thread, start, is_told = threading.get_ident(), time.perf_counter(), False
+    before = _untold if start - _ended_at < _LONG_AGO else 0.0
     # A lock of C: while it is held no Python runs in which a finalizer could wait for this compilation.
     under_way = _thread.allocate_lock()
     under_way.acquire()
@@ -65,4 +69,4 @@ def compiling(
         if is_told:
             print(f"tpu: compiled in {took:.0f} s", file=sys.stderr, flush=True)
         elif thread not in _threads:
-            _untold += took
+            _untold, _ended_at = before + took, start + took

@@ -194,6 +194,23 @@ def test_a_number_that_is_a_tensor_on_the_host_is_taken_as_it_is(where):
     assert replays() > before
 
 
+def test_numbers_of_the_host_that_no_double_holds():
+    count, unknown = torch.tensor(2**53), torch.tensor(math.nan)
+
+    @torch.tpu.capture
+    def step(values):
+        return values + count, values * unknown
+
+    ones = torch.ones((), device="tpu", dtype=torch.int64)
+    for number in range(8):
+        count.fill_(2**53 + number)
+        total, nothing = step(ones)
+        assert total.item() == 2**53 + number + 1
+        assert nothing.isnan()
+        if number == 3:
+            assert "itself" not in step.problem
+
+
 def test_another_tensor_on_the_host_in_place_of_one_is_seen():
     factor = torch.tensor(1.0)
 

@@ -100,7 +100,7 @@ class Mirror:
         if self.filesystem.exists(f"{there}/{COMPLETE}"):
             self._remove(replaced)
             # Not moved: a bucket moves file by file, and killed at that, neither place would be whole.
-            self.filesystem.copy(there, replaced, recursive=True)
+            self._copy(there, replaced)
             self.filesystem.rm_file(f"{there}/{COMPLETE}")
         self._remove(there)  # also a copy that was cut short
         self.filesystem.makedirs(there, exist_ok=True)
@@ -111,6 +111,14 @@ class Mirror:
         for step in set(steps) - keeps(steps):
             for copy in self._copies(step) if step < pushed else ():
                 self.filesystem.rm(copy, recursive=True)
+
+    def _copy(self, directory: str, other: str) -> None:
+        """The mark of completeness last."""
+        self.filesystem.makedirs(other, exist_ok=True)
+        names = [file.split("/")[-1] for file in self.filesystem.ls(directory, detail=False)]
+        for name in sorted(names, key=lambda name: name == COMPLETE):
+            self.filesystem.cp_file(f"{directory}/{name}", f"{other}/{name}")
+            self._count()
 
     def _remove(self, directory: str) -> None:
         if self.filesystem.exists(directory):

@@ -643,7 +643,7 @@ void ProcessGroup::record_transfers() {
   const at::AutoDispatchBelowADInplaceOrView guard;
   auto transfers = std::exchange(transfers_, {});
   const auto order = [](const Transfer& transfer) {
-    return std::tuple(transfer.source == kAnySource, transfer.source, transfer.destination, transfer.tag);
+    return std::tuple(transfer.source == kAnySource, transfer.source, transfer.destination);
   };
   std::stable_sort(transfers.begin(), transfers.end(), [&](const Transfer& some, const Transfer& other) {
     return order(some) < order(other);

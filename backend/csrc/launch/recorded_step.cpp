@@ -18,8 +18,6 @@ namespace py = pybind11;
 namespace tpu {
 namespace {
 
-constexpr double kInexact = 9007199254740992.0; // 2^53: from here on not every integer is a double
-
 constexpr auto kOneFunction =
     "what changes must be an argument; calls that take turns (to accumulate gradients, say) belong in one function";
 
@@ -334,7 +332,7 @@ py::object RecordedStep::replay(const py::sequence& arguments) {
   }
   std::vector<double> numbers;
   if (!watches_->read_numbers(numbers)) {
-    return py::str("a setting of an optimizer is no longer a number");
+    return py::str("a setting of an optimizer or a tensor on the CPU is no longer a number, or more than 53 bits");
   }
   Taken taken;
   if (auto reason = take_arguments(arguments, taken, numbers)) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -227,6 +228,9 @@ bool Watches::read_numbers(std::vector<double>& values) const {
         return false;
       }
       values.push_back(tensor.item().toDouble());
+      if (c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) && std::abs(values.back()) >= kInexact) {
+        return false;
+      }
       continue;
     }
     if (now == nullptr || PyBool_Check(now) || (!PyFloat_Check(now) && !PyLong_Check(now))) {

@@ -11,6 +11,8 @@
 
 namespace tpu {
 
+inline constexpr double kInexact = 9007199254740992.0; // 2^53: from here on not every integer is a double
+
 // The same object; of numbers, strings and tuples also an equal one.
 bool is_same(PyObject* before, PyObject* now);
 

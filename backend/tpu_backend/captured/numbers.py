@@ -30,10 +30,10 @@ class ProgramNumber(NamedTuple):
         assert self.value is not None
         if isinstance(host, int):  # whose zero has no sign, and may have been given one
             return self.value == (np.float32(host) if self.kind == FLOAT else host)
-        return _is_same(self.value, float(np.float32(host)) if self.kind == FLOAT else host)
+        return is_same(self.value, float(np.float32(host)) if self.kind == FLOAT else host)
 
 
-def _is_same(some: float, other: float) -> bool:
+def is_same(some: float, other: float) -> bool:
     """0.0 and -0.0 are two numbers, and NaN is one."""
     if some != other:
         return math.isnan(some) and math.isnan(other)
@@ -54,7 +54,7 @@ class Changes:
         """Compare with the recording before. Returns a number of the program that changed, and not as one of
         the host's did.
         """
-        changed = {place for place, value in enumerate(host) if not _is_same(value, self._host[place])}
+        changed = {place for place, value in enumerate(host) if not is_same(value, self._host[place])}
         all_changed = [(source, negated) for source in sorted(changed) for negated in (False, True)]
         unclear: set[int] = set()
         strange = None
@@ -67,7 +67,7 @@ class Changes:
                 if before.is_value_of(self._host[source], negated)
                 and number.is_value_of(host[source], negated)
             ]
-            if place not in self._sources and _is_same(number.value, before.value):
+            if place not in self._sources and is_same(number.value, before.value):
                 unclear |= {source for source, _ in following}  # it rounds to the same: nothing is shown
                 continue
             self._sources[place] = following

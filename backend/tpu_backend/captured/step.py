@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tpu_backend import _C
 from tpu_backend.captured import reach
-from tpu_backend.captured.numbers import Changes, ProgramNumber
+from tpu_backend.captured.numbers import Changes, ProgramNumber, is_same
 from tpu_backend.exact_key import exact_key
 from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import first_line, line_of
@@ -482,7 +482,7 @@ def _problem_of_optimizers(
     if len(now) != len(settings):
         return "its optimizers were not known before"
     for setting, before in zip(settings, numbers, strict=True):
-        if setting.value != before:
+        if not is_same(setting.value, before):
             return f"it changes {setting.name} itself: set it before the call"
     return None
 

@@ -52,7 +52,7 @@ class Sizes:
         )
 
     def _num_programs(self) -> int:
-        """Compiled lately, without that of these inputs."""
+        """How many of the last compilations hold this graph; that for the present inputs is still to come."""
         return sum(self.operator in each.operations for each in compile_log.compilations())
 
     def _described(self, symbol: sympy.Symbol) -> str:

@@ -73,7 +73,9 @@ _programs: dict[tuple[Family, int], Future[tuple[Program, list[tuple[Any, ...]]]
 
 
 def may_be_padded(description: Description) -> bool:
-    """Whether the recorder allows it (csrc/record/stream.cpp), and no other rank would have to agree."""
+    """Whether the recorder allows it (csrc/record/stream.cpp), and it has no collectives: other ranks would
+    have to agree.
+    """
     return (
         description["may_be_padded"]
         and not any(description["offset_is_input"])

@@ -69,6 +69,9 @@ FAULTS = """
             groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
             for each in reversed(groups) if rank else groups:
                 dist.all_reduce(torch.ones(4, device="tpu"), group=each)
+        if kind == "tags":
+            for tag in (2, 1) if rank else (1, 2):
+                (dist.recv if rank else dist.send)(torch.ones(4, device="tpu"), 1 - rank, tag=tag)
         if kind == "splits":
             into = torch.empty(2 + 4 * rank, device="tpu")
             dist.all_to_all_single(into, torch.ones(4, device="tpu"), [1, 1] if rank == 0 else [4, 2], [1, 3])
@@ -130,6 +133,7 @@ SAYINGS = {
         r"different things: .*sum\) in group 3 of ranks 0,1",
         r"different things: .*in group 2 of ranks",
     ),
+    "tags": (r"different things: .*from rank 0 to rank 1, tag [12]\)", r"different things: .*tag [12]\)"),
     "splits": (
         r"rank 1 \(process {1} on .*\) failed: ValueError: all_to_all: rank 0 sends 3 elements to rank 1",
         r"ValueError: all_to_all: rank 0 sends 3 elements to rank 1, which expects 4: the output",

