@@ -105,7 +105,7 @@ def test_ties_and_buffers_outlast_the_meta_device() -> None:
     for device in (torch.device("tpu"), torch.device("cpu")):
         with parameters_on_meta():
             model = Tied()
-        move(model, device)
+        move(device, model)
         assert is_on_meta(model)
         assert model.table.device.type == device.type
         allocate(model, device)

@@ -41,9 +41,9 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def move(device: torch.device, model: nn.Module, loss_fn: Any) -> None:
-    """Move what has values to `device`, in place: the model and, where it is a module, the loss function."""
-    for module in (model, loss_fn):
+def move(device: torch.device, *functions: Any) -> None:
+    """Move to `device`, in place, what has values of those of these that are modules."""
+    for module in functions:
         if not isinstance(module, nn.Module):
             continue
         if is_on_meta(module):
