@@ -61,15 +61,20 @@ SOURCES = [
 ]
 
 
+def walked(loader, count: int):
+    """So many batches, and the states before the first one and after each, as a checkpoint keeps them."""
+    batches, states, walk = [], [loader.state_dict()], iter(loader)
+    for _ in range(count):
+        batches.append(next(walk))
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    return batches, states
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=["jsonl", "parquet", "saved"])
 def test_after_any_batch_a_stream_goes_on_to_the_bit(source):
     text = stream(**source)
     whole = text.training_batches(4, 1)
-    batches, states = [], [whole.state_dict()]
-    walk = iter(whole)
-    for _ in range(80):  # of more than two epochs and many blocks
-        batches.append(next(walk))
-        states.append(json.loads(json.dumps(whole.state_dict())))
+    batches, states = walked(whole, 80)  # of more than two epochs and many blocks
     assert states[-1]["epoch"] >= 2
     for place in range(0, 76, 7):
         again = text.training_batches(4, 1)
@@ -81,11 +86,7 @@ def test_after_any_batch_a_stream_goes_on_to_the_bit(source):
 def test_a_loader_that_went_on_from_a_late_position_goes_back_to_one_in_the_first_block(source):
     text = stream(**source)
     loader = text.training_batches(4, 1)
-    batches, states = [], [loader.state_dict()]
-    walk = iter(loader)
-    for _ in range(12):
-        batches.append(next(walk))
-        states.append(loader.state_dict())
+    batches, states = walked(loader, 12)
     assert [(states[n]["epoch"], states[n]["dataset"] is None) for n in (0, 1, 8)] == [
         (0, True),
         (0, True),
