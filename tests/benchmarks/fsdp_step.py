@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,17 +31,19 @@ CALLS = 3
 class ShardedStep(torch_step.TrainingStep):
     """The step of `TrainingStep` by FSDP2 on this rank's rows; the loss is that of all ranks."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, model: nn.Module, device: str) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
-        mesh = init_device_mesh(device, (world,))
-        model = torch_step.llama().to(device)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
         rows = tuple(np.array_split(each, world)[rank] for each in torch_step.llama_batch())
         super().__init__(model, torch_step.llama_loss, rows, device)
         if device == "tpu":
             self.step = torch.tpu.spmd(self._step)
+
+    def _placed(self, model: nn.Module, device: str) -> nn.Module:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        model = model.to(device)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
 
     def _step(self, *batch: Tensor) -> Tensor:
         loss = super()._step(*batch).clone()
@@ -70,12 +72,12 @@ def rank(rounds: int, result: Path) -> None:
     assert jax.process_count() == jax.device_count() == dist.get_world_size()
     state = jax_reference.initial_state(torch_step.llama())
     loss, batch = jax_reference.llama_loss(torch_step.LLAMA), torch_step.llama_batch()
-    region = RegionSteps(ShardedStep("tpu"))
+    region = RegionSteps(ShardedStep(torch_step.llama(), "tpu"))
     targets = {
         "region": region,
         "jax, mapped": jax_sharded.ShardedJaxSteps(state, jax_sharded.mapped, loss, batch),
         "jax, partitioned": jax_sharded.ShardedJaxSteps(state, jax_sharded.partitioned, loss, batch),
-        "gloo": torch_step.NativeSteps(ShardedStep("cpu")),
+        "gloo": torch_step.NativeSteps(ShardedStep(torch_step.llama(), "cpu")),
     }
     timings = interleave(targets, calls=CALLS, rounds=rounds)
     assert len(region.step.step.digests) == 1  # the step is one program

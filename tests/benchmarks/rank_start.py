@@ -44,14 +44,15 @@ def rank(kind: str, directory: Path) -> None:
     compiler._compiled = compiled_and_noted
     dist.init_process_group("tpu")
     dist.barrier()
+    model = torch_step.llama()
     keys.clear()
     began, cpu_began = time.perf_counter(), time.process_time()
     if kind == "plain":
         batch = torch_step.llama_batch()
-        step = torch_step.TrainingStep(torch_step.llama(), torch_step.llama_loss, batch, "tpu")
+        step = torch_step.TrainingStep(model, torch_step.llama_loss, batch, "tpu")
         step.step = torch.tpu.spmd(step._step)
     else:
-        step = ShardedStep("tpu")
+        step = ShardedStep(model, "tpu")
     step()
     torch.tpu.synchronize()
     found = {

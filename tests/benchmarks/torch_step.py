@@ -84,13 +84,16 @@ class TrainingStep:
         captured: bool = False,
     ):
         compiled |= captured
-        self.model = model.to(device)
+        self.model = self._placed(model, device)
         self.loss = loss
         self.batch = tuple(torch.from_numpy(array).to(device) for array in batch)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=compiled or None)
         self.called: Callable[..., Tensor] = torch.compile(self.model) if compiled else self.model
         self.step: Callable[..., Tensor] = torch.tpu.capture(self._step) if captured else self._step
         self.steps_done = 0
+
+    def _placed(self, model: nn.Module, device: str) -> nn.Module:
+        return model.to(device)
 
     def __call__(self) -> Tensor:
         """Do one step and return its loss, still on the device."""

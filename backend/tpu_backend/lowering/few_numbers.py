@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from operator import add
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,38 +29,26 @@ _NUMBERS_OF_TWO_VECTORS = 32  # of 16 bit
 _MOST_SCALED = 2**14  # where the way over float64 costs no time that anybody would notice
 
 
-class _Asked(threading.local):
-    ordinary = False
-    found_few = False
+class _Order(threading.local):
+    is_ordinary = False
 
 
-_asked = _Asked()
+_order = _Order()
 
 
 @contextmanager
 def in_ordinary_order() -> Iterator[None]:
     """In here few numbers are computed as many are, so that lowerings of all sizes are alike."""
-    outer, _asked.ordinary = _asked.ordinary, True
+    outer, _order.is_ordinary = _order.is_ordinary, True
     try:
         yield
     finally:
-        _asked.ordinary = outer
+        _order.is_ordinary = outer
 
 
 def are_few(count: int, most: int) -> bool:
     """Whether so many numbers are a few."""
-    result = 0 < count <= most and not _asked.ordinary
-    _asked.found_few |= result
-    return result
-
-
-def finds_few(function: Callable[[], Any]) -> tuple[Any, bool]:
-    """What a function returns, and whether a few numbers are computed in it."""
-    outer, _asked.found_few = _asked.found_few, False
-    try:
-        return function(), _asked.found_few
-    finally:
-        _asked.found_few |= outer
+    return 0 < count <= most and not _order.is_ordinary
 
 
 def sum_of(values: jax.Array, dims: Sequence[int]) -> jax.Array:

@@ -75,9 +75,9 @@ _OPERATORS: dict[Kind, str] = {
         hardswish histogram.bins_tensor huber_loss hypot igamma igammac leaky_relu log_normal
         log_sigmoid_forward logaddexp2 max_unpool2d max_unpool3d mish mse_loss multi_margin_loss
         multilabel_margin_loss_forward multinomial native_group_norm native_layer_norm nextafter
-        nll_loss2d_forward nll_loss_forward round.decimals rrelu_with_noise_functional
-        segment_reduce smooth_l1_loss soft_margin_loss softplus softshrink upsample_linear1d
-        upsample_trilinear3d
+        nll_loss2d_forward nll_loss_backward nll_loss_forward round.decimals
+        rrelu_with_noise_functional segment_reduce smooth_l1_loss soft_margin_loss softplus softshrink
+        upsample_linear1d upsample_trilinear3d
     """,
     "floats, uint8": """
         _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa _upsample_nearest_exact1d

@@ -20,7 +20,7 @@ from jax.extend import core
 
 from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.lowering.few_numbers import in_ordinary_order
-from tpu_backend.runtime.segment import first_trace, trace_entry
+from tpu_backend.runtime.segment import trace_entry
 from tpu_backend.runtime.signature import signature
 
 
@@ -47,10 +47,8 @@ def trace(number: int, precision: int | None, offsets: tuple[tuple[int, bool], .
     Raises NotPaddableError where it has no form that can be compared.
     """
     entry = signature(number)
-    traced = first_trace(number, precision)
-    if traced is None:
-        with in_ordinary_order():
-            traced = trace_entry(entry, offsets, precision)
+    with in_ordinary_order():
+        traced = trace_entry(entry, offsets, precision)
     said = _Said(has_switches=entry.name == "fill.Scalar")
     said.closed(traced.jaxpr)
     return Traced(

@@ -7,22 +7,14 @@ from __future__ import annotations
 
 import atexit
 import time
-from typing import NamedTuple
 
 from tpu_backend import executable_cache
 from tpu_backend.executable_cache import ExecutableCache
+from tpu_backend.lowering.answers import Answer
 from tpu_backend.runtime.program_key import key_of_forms, settled_by_version
 from tpu_backend.runtime.signature import Summary
 
 _PAUSE = 2.0  # seconds at least between two writes: the file is written whole, and grows
-
-
-class Answer(NamedTuple):
-    """What is known of a form."""
-
-    is_lowered: bool
-    has_bounds_checks: bool
-    reads_precision: bool
 
 
 class _KnownForms:

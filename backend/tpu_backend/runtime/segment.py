@@ -15,21 +15,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax.extend import core
 
 from tpu_backend import _C, views
 from tpu_backend.complex_half import decode, encode
 from tpu_backend.lowering import registry
+from tpu_backend.lowering.answers import ALWAYS, Answer
 from tpu_backend.lowering.bounds import BoundsCheck, collect_bounds_checks
 from tpu_backend.lowering.collectives import axis_of
-from tpu_backend.lowering.few_numbers import finds_few
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime import gathers, known_forms, packed
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
-from tpu_backend.runtime.known_forms import Answer
-from tpu_backend.runtime.lists import list_length, with_unlike_elements
+from tpu_backend.runtime.lists import with_unlike_elements
 from tpu_backend.runtime.program_key import settled_by_version
 from tpu_backend.runtime.signature import (
     ConstantArg,
@@ -43,7 +41,7 @@ from tpu_backend.runtime.signature import (
     summary,
 )
 from tpu_backend.runtime.target import target_platform
-from tpu_backend.runtime.user_line import remember_first_line, user_line
+from tpu_backend.runtime.user_line import first_line, remember_first_line, user_line
 
 
 class Numbers:
@@ -178,8 +176,7 @@ class EntryTrace(NamedTuple):
 
     jaxpr: core.ClosedJaxpr
     bounds_checks: tuple[BoundsCheck, ...]  # what was out of range are its last outputs
-    precision: int  # PyTorch's setting for matrix products
-    reads_precision: bool
+    reads_precision: bool  # PyTorch's setting for matrix products
 
 
 def trace_entry(
@@ -217,7 +214,7 @@ def trace_entry(
     in_group = nullcontext() if ranks is None else axis_of(ranks)
     with jax.enable_x64(True), in_group, recorded_settings(precision) as settings:
         jaxpr = jax.make_jaxpr(function)(*bases, *numbers, *starts)
-    return EntryTrace(jaxpr, tuple(bounds_checks), precision, settings.was_read)
+    return EntryTrace(jaxpr, tuple(bounds_checks), settings.was_read)
 
 
 _NOT_LOWERED = Answer(is_lowered=False, has_bounds_checks=False, reads_precision=False)
@@ -266,38 +263,22 @@ def trace_form(number: int) -> Answer:
 def _traced(entry: Signature) -> Answer:
     if _is_refused(entry) or (target_platform() == "tpu" and not _compiles_on_tpu(entry)):
         return _NOT_LOWERED
-    offsets = [(0, False)] * num_offsets(entry)
+    if (answer := ALWAYS.get(entry.name)) is not None:
+        return answer
     try:
-        traced, found_few = finds_few(lambda: trace_entry(entry, offsets))
+        traced = trace_entry(entry, [(0, False)] * num_offsets(entry))
     except registry.NotLoweredError:
         return _NOT_LOWERED
     except Exception as error:
-        raise LoweringError(
-            f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}",
-            is_final=isinstance(error, _FINAL) and settled_by_version(entry.name),
-        ) from error
-    if not (found_few or offsets or traced.jaxpr.consts or list_length(entry) or not _may_be_compared()):
-        _first_traces[entry.number] = traced
-        while len(_first_traces) > _MOST_FIRST_TRACES:
-            _first_traces.pop(next(iter(_first_traces)), None)
+        raise _failure(entry, user_line(), error) from error
     return Answer(True, bool(traced.bounds_checks), traced.reads_precision)
 
 
-# Forms that were traced to be recorded, and soon are compared with another size's (tpu_backend/padded).
-_first_traces: dict[int, EntryTrace] = {}
-_MOST_FIRST_TRACES = 2048
-
-
-def _may_be_compared() -> bool:
-    return _C.pads_sizes() and not torch.is_grad_enabled()
-
-
-def first_trace(number: int, precision: int | None) -> EntryTrace | None:
-    """The form as it was traced when it was first recorded, once; None where it would be another now."""
-    traced = _first_traces.pop(number, None)
-    if traced is None or (traced.reads_precision and traced.precision != precision):
-        return None
-    return traced
+def _failure(entry: Signature, line: str, error: Exception) -> LoweringError:
+    return LoweringError(
+        f"the lowering of {entry.described()} failed at {line}: {type(error).__name__}: {error}",
+        is_final=isinstance(error, _FINAL) and settled_by_version(entry.name),
+    )
 
 
 def _is_refused(entry: Signature) -> bool:
@@ -380,7 +361,10 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
             for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
                 label = jax.named_scope(labels[collected.entry]) if labels else nullcontext()
                 with recorded_settings(precision), label:
-                    made = replay(entry, iter(links), values, numbers)
+                    try:
+                        made = replay(entry, iter(links), values, numbers)
+                    except Exception as error:  # of a form that was not traced by itself, see `ALWAYS`
+                        raise _failure(entry, first_line(entry.number), error) from error
                     gathers.note_made(entry.name, made)
                     for value in made:
                         values[next(fresh)] = value

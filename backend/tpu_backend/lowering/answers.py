@@ -1,0 +1,38 @@
+"""What is known of the forms of an operator before one is compiled, and of which operators without tracing.
+
+The operators of `ALWAYS` are lowered whatever PyTorch's meta kernel and `kinds.py` let pass, and check no
+bounds. So no form of theirs is traced when it is first recorded, which takes a few milliseconds.
+`tests/backend/test_answers.py` traces forms of each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Answer(NamedTuple):
+    """What tracing says of a form."""
+
+    is_lowered: bool
+    has_bounds_checks: bool
+    reads_precision: bool
+
+
+# fmt: off
+_OPERATORS: dict[Answer, str] = {
+    Answer(is_lowered=True, has_bounds_checks=False, reads_precision=False): """
+        _foreach_add.List _foreach_add.Scalar _foreach_mul.List _foreach_mul.Scalar _foreach_mul.Tensor
+        _foreach_norm.Scalar _fused_adam _fused_adam.tensor_lr _fused_adamw _fused_adamw.tensor_lr
+        _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data
+        add.Scalar add.Tensor cat clamp cos div.Scalar div.Tensor exp fill.Scalar linalg_vector_norm mean.dim
+        mul.Scalar mul.Tensor neg nll_loss_backward reciprocal rsqrt sigmoid silu sin sqrt stack sub.Tensor
+        sum.dim_IntList tanh tpu::copy tpu_collective::all_gather zero
+    """,
+    Answer(is_lowered=True, has_bounds_checks=False, reads_precision=True): """
+        _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+        linear_backward tpu::linear
+    """,
+}
+# fmt: on
+
+ALWAYS: dict[str, Answer] = {name: answer for answer, names in _OPERATORS.items() for name in names.split()}
