@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.testing._internal.common_methods_invocations import (
     foreach_binary_op_db,
     foreach_reduce_op_db,
+    foreach_unary_op_db,
     op_db,
 )
 from torch.utils._pytree import tree_leaves, tree_map
@@ -21,9 +22,12 @@ from tpu_backend.runtime.signature import Signature, signature
 _SAMPLES = 8
 _DTYPES = torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64
 _OPERATORS = """
-    _foreach_add _foreach_mul _foreach_norm add cat clamp cos div exp fill linalg.vector_norm log_softmax mean
-    mul neg nn.functional.linear nn.functional.silu reciprocal rsqrt sigmoid sin softmax sqrt stack sub sum
-    tanh to zero_ zeros_like
+    _foreach_add _foreach_div _foreach_mul _foreach_norm _foreach_sqrt abs add addcdiv
+    addcmul amax amin cat clamp cos div eq erf exp expm1 fill ge gt le linalg.vector_norm log log1p
+    log_softmax logical_and logical_not lt masked_fill maximum mean minimum mul ne neg
+    nn.functional.dropout nn.functional.gelu nn.functional.layer_norm nn.functional.linear
+    nn.functional.mse_loss nn.functional.relu nn.functional.silu reciprocal rsqrt sigmoid sin softmax sqrt
+    stack sub sum tanh to where zero_ zeros_like
 """
 _OF_MANY_RANKS = {name for name in ALWAYS if name.startswith("tpu_collective::")}
 
@@ -55,6 +59,8 @@ def _record_what_the_database_has_not() -> None:
             F.scaled_dot_product_attention(x, x, x, **options).sum().backward()
         x.clamp(0, 1)
         x.clamp(min=0.5)
+        for compare in torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge:
+            compare(x, 0.5)
         F.cross_entropy(x.reshape(30, 4), torch.zeros(30, dtype=torch.int64, device="tpu")).backward()
         for optimizer in torch.optim.Adam, torch.optim.AdamW:
             for lr in 0.1, torch.tensor(0.1):
@@ -80,7 +86,7 @@ def test_what_is_not_traced_has_a_lowering():
 
 
 def test_tracing_says_the_same_of_every_form():
-    databases = [*op_db, *foreach_binary_op_db, *foreach_reduce_op_db]
+    databases = [*op_db, *foreach_binary_op_db, *foreach_reduce_op_db, *foreach_unary_op_db]
     for operator in databases:
         if operator.name in _OPERATORS.split():
             for dtype in set(_DTYPES) & operator.supported_dtypes("cpu"):

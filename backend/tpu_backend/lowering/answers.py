@@ -21,12 +21,17 @@ class Answer(NamedTuple):
 # fmt: off
 _OPERATORS: dict[Answer, str] = {
     Answer(is_lowered=True, has_bounds_checks=False, reads_precision=False): """
-        _foreach_add.List _foreach_add.Scalar _foreach_mul.List _foreach_mul.Scalar _foreach_mul.Tensor
-        _foreach_norm.Scalar _fused_adam _fused_adam.tensor_lr _fused_adamw _fused_adamw.tensor_lr
-        _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data
-        add.Scalar add.Tensor cat clamp cos div.Scalar div.Tensor exp fill.Scalar linalg_vector_norm mean.dim
-        mul.Scalar mul.Tensor neg nll_loss_backward reciprocal rsqrt sigmoid silu sin sqrt stack sub.Tensor
-        sum.dim_IntList tanh tpu::copy tpu_collective::all_gather zero
+        _foreach_add.List _foreach_add.Scalar _foreach_div.List _foreach_div.Scalar _foreach_mul.List
+        _foreach_mul.Scalar _foreach_mul.Tensor _foreach_norm.Scalar _foreach_sqrt
+        _fused_adam _fused_adam.tensor_lr _fused_adamw _fused_adamw.tensor_lr _log_softmax
+        _log_softmax_backward_data _softmax _softmax_backward_data abs add.Scalar add.Tensor addcdiv addcmul
+        amax amin cat clamp cos div.Scalar div.Tensor eq.Scalar eq.Tensor erf exp expm1 fill.Scalar
+        ge.Scalar ge.Tensor gelu gt.Scalar gt.Tensor le.Scalar le.Tensor linalg_vector_norm log log1p
+        logical_and logical_not lt.Scalar lt.Tensor masked_fill.Scalar maximum mean mean.dim minimum
+        mse_loss mse_loss_backward mul.Scalar mul.Tensor native_dropout native_layer_norm ne.Scalar
+        ne.Tensor neg nll_loss_backward reciprocal relu rsqrt sigmoid sigmoid_backward silu sin sqrt stack
+        sub.Tensor sum sum.dim_IntList tanh tanh_backward threshold_backward tpu::copy
+        tpu_collective::all_gather where.self zero
     """,
     Answer(is_lowered=True, has_bounds_checks=False, reads_precision=True): """
         _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
