@@ -231,6 +231,24 @@ def test_import_and_cpu_work_start_nothing_and_first_use_says_one_line():
     assert done.stderr.splitlines() == ["used now", "device tpu → XLA:CPU (TPU_PLATFORM=cpu)"]
 
 
+def test_compiling_cpu_code_starts_nothing():
+    """On a TPU VM a script of the CPU's would take the chips from the run that trains."""
+    done = run_python(
+        """
+        import sys
+        import torch
+        x = torch.arange(3.0)
+        for options in {}, {"backend": "aot_eager"}:
+            assert torch.equal(torch.compile(lambda x: 2 * x, **options)(x), 2 * x)
+        assert "jax" not in sys.modules
+        assert not torch.tpu.is_initialized()
+        assert torch.accelerator.current_device_index() == 0
+        assert not torch.tpu.is_initialized()
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_backend_that_holds_the_name_leaves_import_torch_unharmed():
     done = run_python(
         """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -69,7 +69,12 @@ def _enter(registry: ModuleType) -> None:
         registry.set_default_backend(by_device)
 
 
-def _allow_tpu(module: ModuleType) -> None:
-    from tpu_backend.compiled.flex_attention import allow_tpu
+def _allow_tpu(flex_attention: ModuleType) -> None:
+    """Have Dynamo let tensors of the device through, where PyTorch's front end names the devices it knows."""
+    check = flex_attention._validate_device
+    of_pytorch = FunctionType(check.__code__, check.__globals__, "of_pytorch")
 
-    allow_tpu(module)
+    @torch.compiler.substitute_in_graph(check)
+    def _validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if query.device.type != "tpu":
+            of_pytorch(query, key, value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import types
 from typing import Any
 
 import jax
@@ -23,17 +22,6 @@ from tpu_backend.compiled.flex_blocks import Attention, Blocks
 from tpu_backend.compiled.subgraph import SubGraph
 from tpu_backend.lowering.bounds import IN_RANGE, collect_bounds_checks, require_of_part
 from tpu_backend.lowering.matmul import product_precision
-
-
-def allow_tpu(module: types.ModuleType) -> None:
-    """Have Dynamo let tensors of the device through, where PyTorch's front end names the devices it knows."""
-    check = module._validate_device
-    of_pytorch = types.FunctionType(check.__code__, check.__globals__, "of_pytorch")
-
-    @torch.compiler.substitute_in_graph(check)
-    def _validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if query.device.type != "tpu":
-            of_pytorch(query, key, value)
 
 
 def in_working_precision(score_mod: fx.GraphModule) -> fx.GraphModule:

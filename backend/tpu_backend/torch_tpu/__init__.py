@@ -7,6 +7,7 @@ from typing import Any
 from tpu_backend.torch_tpu.cache import get_executable_cache, set_executable_cache
 from tpu_backend.torch_tpu.devices import (
     _is_in_bad_fork,
+    _lazy_init,
     current_device,
     device,
     device_count,
@@ -18,7 +19,6 @@ from tpu_backend.torch_tpu.devices import (
     set_device,
     synchronize,
 )
-from tpu_backend.torch_tpu.devices import init as _lazy_init
 from tpu_backend.torch_tpu.memory import (
     empty_cache,
     ipc_collect,

@@ -25,6 +25,12 @@ def init() -> None:
     _C.ensure_initialized()
 
 
+def _lazy_init() -> None:
+    """PyTorch calls it where it only asks which device is current, as in each compilation of a graph of CPU
+    tensors. The device starts by itself when the first tensor needs it.
+    """
+
+
 def device_count() -> int:
     """Number of tpu devices that this process sees. It never changes."""
     return _C.device_count()
