@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.backend.fresh_process import run_python
 from tpu_backend.compiled.made_again import cause_of_guard
 from tpu_backend.runtime import causes as cause_finding
 
@@ -434,3 +435,17 @@ def test_memory_of_other_inputs_that_is_taken_over_is_a_cause_of_its_own(monkeyp
     (cause,) = cause_finding.causes_of([taken_over], "fused")
     assert cause.kind == "memory"
     assert cause.text == "results take over that of 1 inputs, and took that of 0"
+
+
+@pytest.mark.parametrize(("tpu_logs", "num_lines"), [("", 0), ("compile", 1)])
+def test_a_script_that_logs_at_info_has_lines_of_programs_if_it_asks_for_them(tpu_logs, num_lines) -> None:
+    done = run_python(
+        """
+        import logging, sys, torch
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+        torch.ones(3, device="tpu").cos().cpu()
+        """,
+        TPU_LOGS=tpu_logs,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("compiled ") == num_lines

@@ -495,7 +495,15 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def configure_logging() -> None:
-    """``TPU_LOGS="compile"`` or ``"+compile"`` (with the program's text), in the manner of ``TORCH_LOGS``."""
+    """``TPU_LOGS="compile"`` or ``"+compile"`` (with the program's text), in the manner of ``TORCH_LOGS``.
+
+    Without it a log speaks from warnings on, as PyTorch's do: else a script's own
+    ``logging.basicConfig(level=logging.INFO)`` would get a line for each program.
+    """
+    for name in LOGS:
+        logger = logging.getLogger(f"tpu_backend.{name}")
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.WARNING)
     for item in filter(None, os.environ.get("TPU_LOGS", "").split(",")):
         name = item.strip().lstrip("+-")
         if name not in LOGS:
