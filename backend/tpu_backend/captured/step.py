@@ -216,6 +216,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
                 _problem_of_modules(modules, on_host)
                 or _problem_of_optimizers(optimizers, settings, numbers, now)
                 or _problem_of_arguments(leaves, requires_grad)
+                or _problem_of_gradients(leaves, step)
             )
         if problem is None:
             host = [*numbers, *_numbers_of(leaves)]
@@ -509,6 +510,19 @@ def _problem_of_arguments(leaves: Sequence[Any], requires_grad: Sequence[bool]) 
             return (
                 f"it leaves an argument ({form}) that {now} before, by requires_grad_() or a write in place: "
                 "detach() what it changes or writes"
+            )
+    return None
+
+
+def _problem_of_gradients(leaves: Sequence[Any], step: _C.RecordedStep) -> str | None:
+    for place, leaf in enumerate(leaves):
+        gradient = leaf.grad if isinstance(leaf, Tensor) and leaf.is_leaf else None
+        if gradient is None or gradient.device.type != "tpu" or gradient.layout != torch.strided:
+            continue
+        if any(step.uses([gradient])):
+            return (
+                f"it leaves a gradient in argument {place}, where a replay would find none: return it, as "
+                "torch.autograd.grad gives it"
             )
     return None
 
