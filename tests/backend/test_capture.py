@@ -300,6 +300,27 @@ def test_gradients_that_are_left_behind_are_the_new_ones(is_deep):
     check_same(story, least_replays=2, is_deep=is_deep)
 
 
+def test_a_gradient_in_the_place_of_another_is_seen(is_deep):
+    def story(setup, step):
+        def adding(inputs, labels):
+            loss = F.cross_entropy(setup.called(inputs), labels)
+            loss.backward()
+            return loss
+
+        wrapped = adding if step == setup.step else torch.tpu.capture(adding)
+        parameters = list(setup.model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        losses = run(setup, wrapped, range(5))
+        kept = [parameter.grad for parameter in parameters]  # what was replaced lives on
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        losses += run(setup, wrapped, range(5, 9))
+        return losses + kept + [parameter.grad for parameter in parameters]
+
+    check_same(story, least_replays=2, is_deep=is_deep)
+
+
 def test_an_error_in_the_step_is_raised_and_nothing_is_lost():
     def story(setup, step):
         losses = run(setup, step, range(5))

@@ -211,6 +211,30 @@ def test_an_argument_that_comes_to_require_a_gradient_is_told_and_a_detached_one
     torch.testing.assert_close(result, gradient(torch.ones(1, 3, device="tpu")))
 
 
+@pytest.mark.parametrize("zeros", [lambda values: None, torch.zeros_like], ids=["new", "added to"])
+def test_a_gradient_that_is_left_in_an_argument_is_told_and_is_that_arguments_own(zeros):
+    model = nn.Linear(3, 3).to("tpu").requires_grad_(False)
+
+    @torch.tpu.capture
+    def step(values):
+        loss = model(values).square().sum()
+        loss.backward()
+        return loss
+
+    def arguments():
+        for number in range(5):
+            values = torch.full((1, 3), number + 1.0, device="tpu").requires_grad_()
+            values.grad = zeros(values)
+            yield values
+
+    given = list(arguments())
+    with pytest.warns(UserWarning, match="it leaves a gradient in argument 0, where .*: return it, as torch"):
+        [step(values) for values in given]
+    for values in given:
+        loss = model(values).square().sum()
+        assert torch.equal(values.grad, torch.autograd.grad(loss, values)[0])
+
+
 def test_gradients_that_are_taken_away_between_calls_are_told_and_warned_of_soon():
     model = nn.Linear(3, 2).to("tpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -455,8 +455,8 @@ def test_a_program_says_in_clear_what_it_was_made_for(directory):
 
 # What makes another program of the same tape, or the same program another executable.
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, contextlib.ExitStack], object]] = {
-    "XLA's flags": lambda patch, stack: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"),
-    "libtpu's flags": lambda patch, stack: patch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_flag=true"),
+    "XLA's flags": lambda patch, stack: started_with(patch, XLA_FLAGS="--xla_cpu_enable_fast_math=true"),
+    "libtpu's flags": lambda patch, stack: started_with(patch, LIBTPU_INIT_ARGS="--xla_tpu_flag=true"),
     "a setting of JAX": lambda patch, stack: stack.enter_context(jax.default_matmul_precision("highest")),
     "versions": lambda patch, stack: changed(patch, versions={"torch": "2.13.0", "jax": "0.10.9"}),
     "the lowerings": lambda patch, stack: changed(patch, sources="0123"),
@@ -465,6 +465,29 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, contextlib.ExitStack], object]]
     "the topology": lambda patch, stack: changed(patch, topology="4x4"),
     "the host's processor": lambda patch, stack: changed(patch, host={"features": "avx"}),
 }
+
+
+def started_with(patch: pytest.MonkeyPatch, **variables: str) -> None:
+    from tpu_backend.runtime import program_key
+
+    for name, value in variables.items():
+        patch.setenv(name, value)
+    patch.setattr(program_key, "flags", program_key.flags.__wrapped__)
+
+
+def test_flags_are_those_that_the_compilers_started_with(monkeypatch, tmp_path):
+    from tpu_backend.runtime import program_key
+
+    found = program_key.flags()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert program_key.flags() == found, "what is set later says nothing to XLA"
+    file, seen = tmp_path / "flags", []
+    for text in ("--a=1 --a=2", "--a=2 --a=1", str(file), str(tmp_path / "missing")):
+        file.write_text("--a=3\n--b=4\n")
+        started_with(monkeypatch, XLA_FLAGS=text)
+        seen.append(program_key.flags()["XLA_FLAGS"])
+        monkeypatch.undo()
+    assert seen == [["--a=1", "--a=2"], ["--a=2", "--a=1"], ["--a=3", "--b=4"], [str(tmp_path / "missing")]]
 
 
 def changed(patch: pytest.MonkeyPatch, **parts: Any) -> None:

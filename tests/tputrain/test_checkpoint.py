@@ -273,6 +273,38 @@ def test_tensors_that_share_memory_are_each_written_out(tmp_path):
     assert torch.equal(other[1].weight, model[1].weight)
 
 
+class Counting(nn.Module):
+    """Counts its calls in a state that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 2), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += self.training
+        return self.layer(x)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = int(state)
+
+
+@pytest.mark.parametrize("make_model", [Counting, lambda: nn.Sequential(Counting())])
+def test_extra_state_of_a_module_is_gone_on_with(tmp_path, make_model):
+    def trained_to(steps: int) -> nn.Module:
+        cfg = RunConfig(device="cpu", run_dir=str(tmp_path), trainer=TrainerConfig(steps=steps))
+        batches = [(torch.ones(3, 4), torch.tensor([0, 1, 1]))]
+        trainer = Trainer(make_model(), cfg, train_loader=batches)
+        trainer.fit()
+        return trainer.model
+
+    trained_to(3)
+    (counting,) = (each for each in trained_to(5).modules() if isinstance(each, Counting))
+    assert counting.count == 5
+
+
 def test_optimizer_state_that_json_cannot_hold_is_an_error():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

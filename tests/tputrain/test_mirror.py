@@ -78,6 +78,15 @@ def test_a_copy_that_was_cut_short_or_damaged_does_not_count(tmp_path, url, caps
     assert mirror.steps() == [6]
 
 
+def test_a_copy_that_somebody_made_by_hand_does_not_count_and_stands_in_nobodys_way(tmp_path, url):
+    first_half(tmp_path / "first", url)
+    store = CheckpointStore.of_run(tmp_path / "first", mirrored(url))
+    there = f"{store.mirror.root}/checkpoints"
+    store.mirror.filesystem.cp(f"{there}/step-9", f"{there}/step-9-good", recursive=True)
+    assert store.mirror.steps() == [9, 6]
+    assert store.mirror.push(store.path(9), set) is None
+
+
 def test_a_step_that_is_copied_again_stays_there_until_the_new_copy_is_whole(tmp_path, url, monkeypatch):
     first_half(tmp_path, url)
     store = CheckpointStore.of_run(tmp_path, mirrored(url))

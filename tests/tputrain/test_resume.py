@@ -417,6 +417,18 @@ def test_a_rate_set_after_resume_holds_and_needs_no_note(tmp_path, capsys):
     assert rates == [0.1, 0.01, 0.01]
 
 
+class Halves(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
+def test_a_rate_that_is_a_tensor_goes_on_as_one(tmp_path):
+    for steps in (2, 3):
+        rate = torch.tensor(0.25)
+        trainer = go_on(tmp_path, steps, before_fit=lambda each: each.callbacks.append(Halves()), lr=rate)
+    assert torch.equal(trainer.optimizer.param_groups[0]["lr"], torch.tensor(0.25 / 8))
+
+
 def test_a_checkpoint_that_does_not_say_what_was_given_loads_without_a_note(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as earlier:
         earlier.setattr(GivenOptions, "state", lambda self: None)

@@ -1,6 +1,7 @@
 """A copy of a run on other storage, for machines whose own disks go with them."""
 
 import errno
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # which nobody gets for reading
 _REPLACED = ".replaced-"  # a checkpoint whose step was saved anew, until that one is copied
+_NAME = re.compile(r"(?:\.replaced-)?step-(\d+)")
 ABANDONED = "abandoned-"
 """Before the name of a checkpoint of a branch that the run has left, here and there."""
 _LOGS = ("*.jsonl", "wandb-run.json")
@@ -50,7 +52,8 @@ class Mirror:
     def steps(self) -> list[int]:
         """Steps whose checkpoint was copied to its end, newest first. Raises UserError where none answers."""
         marks = self._marks("step-*") + self._marks(f"{_REPLACED}step-*")
-        return sorted({int(mark.split("/")[-2].rpartition("-")[2]) for mark in marks}, reverse=True)
+        matches = (_NAME.fullmatch(mark.split("/")[-2]) for mark in marks)  # who else copied one named it so
+        return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
     def has_any(self) -> bool:
         """Whether a checkpoint was ever copied to its end, set aside or not. Raises as `steps` does."""

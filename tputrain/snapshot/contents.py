@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
 from tputrain.checkpoint.rows import Rows, read_into, read_like, rows_of
@@ -66,7 +67,11 @@ def load_model(model: nn.Module, directory: Path) -> None:
             f"{files.first}: the {holder} has a tensor {name!r} that the {other} has not; another model?"
         )
     for name, tensor in own.items():
-        _read_same_shape(tensor, files, name)
+        module, _, last = name.rpartition(".")
+        if last == _EXTRA_STATE_KEY_SUFFIX:  # made for the occasion: what is written into it nobody sees
+            model.get_submodule(module).set_extra_state(files.read(name).clone())
+        else:
+            _read_same_shape(tensor, files, name)
 
 
 def _read_same_shape(tensor: Tensor, files: TensorFiles, name: str) -> None:
@@ -219,7 +224,8 @@ def load_optimizer(
         states.setdefault(name, {})[key] = own
     described = optimizer.state_dict()
     for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
-        group.update({k: v for k, v in saved["options"].items() if options is None or k in options})
+        taken = {k: v for k, v in saved["options"].items() if options is None or k in options}
+        group.update({key: _as_option(value, group.get(key)) for key, value in taken.items()})
     described["state"] = {numbers[name]: state for name, state in states.items()} | rest.get("own", {})
     # PyTorch's own loading knows which state belongs on the device and which (step counts) on the host.
     optimizer.load_state_dict(described)
@@ -235,5 +241,12 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Tensors among them, such as a learning rate, as numbers."""
     options = {key: value for key, value in group.items() if key != "params"}
-    return {key: value for key, value in options.items() if not isinstance(value, Tensor)}
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options.items()}
+
+
+def _as_option(value: Any, before: Any) -> Any:
+    """An option of a checkpoint in the place of `before`: a tensor where that is one."""
+    is_tensor = isinstance(before, Tensor)
+    return torch.tensor(value, dtype=before.dtype, device=before.device) if is_tensor else value

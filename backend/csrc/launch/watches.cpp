@@ -25,8 +25,9 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-bool has_gradient(const at::Tensor& tensor) {
-  return tensor.is_leaf() && tensor.grad().defined();
+// Undefined where there is none.
+at::Tensor gradient_of(const at::Tensor& tensor) {
+  return tensor.is_leaf() ? tensor.grad() : at::Tensor();
 }
 
 // So many items further on is looked at once memory has brought what was asked for.
@@ -104,7 +105,8 @@ Watches::TensorState::TensorState(at::Tensor watched, int at)
       storage(storage_of(tensor)), autograd(tensor.unsafeGetTensorImpl()->autograd_meta()), address(address_of(tensor)),
       is_strided(tensor.layout() == at::kStrided && !tensor.is_nested()), dtype(tensor.scalar_type()),
       is_conj(tensor.is_conj()), is_neg(tensor.is_neg()), requires_grad(tensor.requires_grad()),
-      has_grad(has_gradient(tensor)), place(at) {
+      kept_gradient(gradient_of(tensor).getIntrusivePtr()), gradient(gradient_of(tensor).unsafeGetTensorImpl()),
+      place(at) {
   if (is_strided) {
     sizes = tensor.sizes();
     strides = tensor.strides();
@@ -133,7 +135,7 @@ bool Watches::TensorState::is_unchanged() const {
   if (now == nullptr && autograd == nullptr) {
     return true;
   }
-  return tensor.requires_grad() == requires_grad && has_gradient(tensor) == has_grad;
+  return tensor.requires_grad() == requires_grad && gradient_of(tensor).unsafeGetTensorImpl() == gradient;
 }
 
 Watches::Watches(const py::list& entries, const py::list& numbers) {

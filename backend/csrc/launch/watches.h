@@ -20,9 +20,9 @@ bool is_same(PyObject* before, PyObject* now);
 class Watches {
  public:
   // `entries`: (container, key, value) that must stay, of a dictionary, a list or a closure's cell: a tensor the same
-  // object, on the same storage, of the same dtype, shape and strides, with or without a gradient as now; another value
-  // equal.  (container, ..., length): how many items it has.  `numbers`: (dictionary, key) of numbers, and
-  // of tensors of one element on the CPU, that may change.
+  // object, on the same storage, of the same dtype, shape and strides, with the same tensor for its gradient, or with
+  // none; another value equal.  (container, ..., length): how many items it has.  `numbers`: (dictionary, key) of
+  // numbers, and of tensors of one element on the CPU, that may change.
   Watches(const pybind11::list& entries, const pybind11::list& numbers);
 
   // The place of the first entry that is no longer as it was; -1: there is none.
@@ -62,7 +62,8 @@ class Watches {
     bool is_conj;
     bool is_neg;
     bool requires_grad;
-    bool has_grad;
+    c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> kept_gradient; // as kept_place
+    const at::TensorImpl* gradient;
     int place;
 
     TensorState(at::Tensor watched, int at);

@@ -66,7 +66,7 @@ class _Replayable(NamedTuple):
     is_flat: bool  # the arguments: by position, each a leaf
     returns_tensor: bool  # one, and nothing else
     watched: list[reach.Watched]
-    had_gradient: list[bool]  # of what is watched
+    gradients: list[int | None]  # of what is watched, by their identities
 
 
 class CapturedStep(reach.Wrapper, Generic[_P, _R]):
@@ -216,6 +216,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
                 _problem_of_modules(modules, on_host)
                 or _problem_of_optimizers(optimizers, settings, numbers, now)
                 or _problem_of_arguments(leaves, requires_grad)
+                or _problem_of_gradients(leaves, step)
             )
         if problem is None:
             host = [*numbers, *_numbers_of(leaves)]
@@ -267,7 +268,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
             recording.arguments == tree_structure(((0,) * recording.arguments.num_leaves, {})),
             recording.result == _LEAF and not has_constants,
             watched,
-            [_has_gradient(each.value) for each in watched],
+            [_gradient(each.value) for each in watched],
         )
         while len(self._replayable) > _KEPT:
             oldest = next(iter(self._replayable))
@@ -384,17 +385,20 @@ def _returned(replayable: _Replayable, results: list[Tensor]) -> Any:
 def _reason(replayable: _Replayable, found: str | int) -> str:
     if isinstance(found, str):
         return found
-    watched, had_gradient = replayable.watched[found], replayable.had_gradient[found]
-    if had_gradient == _has_gradient(watched.value):
+    watched, before = replayable.watched[found], replayable.gradients[found]
+    now = _gradient(watched.value)
+    if now == before:
         return f"{watched.name} changed"
-    if had_gradient:
+    if now is None:
         advice = "call zero_grad() inside the step, or with set_to_none=False"
         return f"the gradient of {watched.name} was taken away: {advice}"
-    return f"{watched.name} has a gradient, and had none"
+    if before is None:
+        return f"{watched.name} has a gradient, and had none"
+    return f"the gradient of {watched.name} is another tensor: write the one that was there in place"
 
 
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and value.grad is not None
+def _gradient(value: Any) -> int | None:
+    return id(value.grad) if isinstance(value, nn.Parameter) and value.grad is not None else None
 
 
 def _numbers_of(leaves: Sequence[Any]) -> Iterator[float]:
@@ -509,6 +513,19 @@ def _problem_of_arguments(leaves: Sequence[Any], requires_grad: Sequence[bool]) 
             return (
                 f"it leaves an argument ({form}) that {now} before, by requires_grad_() or a write in place: "
                 "detach() what it changes or writes"
+            )
+    return None
+
+
+def _problem_of_gradients(leaves: Sequence[Any], step: _C.RecordedStep) -> str | None:
+    for place, leaf in enumerate(leaves):
+        gradient = leaf.grad if isinstance(leaf, Tensor) and leaf.is_leaf else None
+        if gradient is None or gradient.device.type != "tpu" or gradient.layout != torch.strided:
+            continue
+        if any(step.uses([gradient])):
+            return (
+                f"it leaves a gradient in argument {place}, where a replay would find none: return it, as "
+                "torch.autograd.grad gives it"
             )
     return None
 

@@ -155,12 +155,15 @@ class Peers:
         if not self._unconfirmed:
             return
         with self._telling:
-            unconfirmed, self._unconfirmed = self._unconfirmed, {}
+            unconfirmed = self._unconfirmed.copy()
             self._flush()
             for group, number in unconfirmed.items():
                 self._say({"ask": [group, number]})
         for group, number in unconfirmed.items():
             self._wait_until_agreed(group, number, "waiting for the device", seconds)
+            with self._telling:  # not before: another thread may be about to look at these values, too
+                if self._unconfirmed.get(group) == number:
+                    del self._unconfirmed[group]
 
     def _wait_until_agreed(self, group: str, number: int, what: str, seconds: float) -> None:
         def wait(seconds: float) -> bool:
@@ -291,7 +294,8 @@ class Peers:
             self._flush()
 
     def _listen(self) -> None:
-        with suppress(OSError), self._socket.makefile() as lines:
+        # A ValueError is of a last line that was cut off: the service was killed while it wrote.
+        with suppress(OSError, ValueError), self._socket.makefile() as lines:
             for line in lines:
                 with self._changed:
                     self._hear(json.loads(line))

@@ -24,6 +24,7 @@ with importing():
     from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
     from tpu_backend.runtime.debug import after_debug_op
     from tpu_backend.runtime.memory import describe_shortage
+    from tpu_backend.runtime.program_key import flags
     from tpu_backend.runtime.range_errors import raise_range_error
     from tpu_backend.runtime.segment import trace_form
     from tpu_backend.untraced import untraced
@@ -80,6 +81,7 @@ def initialize() -> None:
         compiler.configure_logging()
         start.start_if_launched(user_line.user_line())
         platform.announce()
+        flags()
         keep_from_collector()
         shapes.register_meta_kernels()
         data_dependent.register()

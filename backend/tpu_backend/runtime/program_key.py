@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -62,10 +63,26 @@ _HARMLESS_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump
 
 def environment(target: Target) -> dict[str, Any]:
     """All that decides, beside the program itself, what XLA makes of it and where that runs, as JSON."""
-    return _fixed_environment(target) | {
-        "flags": {name: sorted(os.environ.get(name, "").split()) for name in _FLAGS},
-        "jax_settings": _jax_settings(),
-    }
+    return _fixed_environment(target) | {"flags": flags(), "jax_settings": _jax_settings()}
+
+
+@cache
+def flags() -> dict[str, list[str]]:
+    """What the compilers were told by environment variables. They read them once, when they start: to be
+    called then. What a script sets later changes no program of its own.
+
+    In their order: of a flag that is given twice, the last one counts.
+    """
+    return {name: _flags_in(os.environ.get(name, "")) for name in _FLAGS}
+
+
+def _flags_in(text: str) -> list[str]:
+    words = text.split()
+    if not words or words[0].startswith("-"):
+        return words
+    with suppress(OSError):  # else XLA takes it for no flags
+        return Path(words[0]).read_text().split()  # a file that holds them
+    return words
 
 
 @cache
