@@ -300,6 +300,7 @@ def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path, capsys)
     assert list(losses(tmp_path)) == [1, 2]
 
 
+@pytest.mark.parametrize("lr", [0.0625, torch.tensor(0.0625)], ids=["number", "tensor"])
 @pytest.mark.parametrize(
     "scheduled",
     [
@@ -309,11 +310,12 @@ def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path, capsys)
     ],
     ids=["step", "milestones"],
 )
-def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path, scheduled):
+def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path, scheduled, lr):
     def run(run_dir: Path, steps: int) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.05, momentum=0.5)
+        given = lr.clone() if isinstance(lr, torch.Tensor) else lr  # a schedule writes into it
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=given, momentum=0.5)
         scheduler = scheduled(optimizer)
         batches = [(torch.randn(3, 4), torch.tensor([0, 1, 1])) for _ in range(3)]
         cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=steps))
@@ -324,7 +326,7 @@ def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path, scheduled)
         run(tmp_path / "parts", steps)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     rates = [record["learning_rate"] for record in read_jsonl(tmp_path / "parts" / "metrics.jsonl")]
-    assert rates == [0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
+    assert rates == [0.0625, 0.0625, 0.03125, 0.03125, 0.015625, 0.015625]
 
 
 def go_on(

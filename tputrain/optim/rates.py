@@ -4,7 +4,9 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from tputrain.optim.config import OptimConfig
 from tputrain.optim.optimizer import other_rates, set_learning_rate
@@ -50,8 +52,10 @@ class LearningRates:
             self.scheduler.step()
 
     def state(self) -> dict[str, Any] | None:
-        """A scheduler's, for a checkpoint."""
-        return self.scheduler.state_dict() if isinstance(self.scheduler, LRScheduler) else None
+        """A scheduler's, for a checkpoint; of a learning rate that is a tensor, the number."""
+        if not isinstance(self.scheduler, LRScheduler):
+            return None
+        return tree_map_only(Tensor, Tensor.tolist, self.scheduler.state_dict())
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Take what `state` gave."""
