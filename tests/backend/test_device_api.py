@@ -83,6 +83,34 @@ def test_a_device_that_does_not_exist_is_named(use):
         use(63)
 
 
+def test_local_rank_names_the_device_of_a_launchers_process(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    expected = torch.device("tpu", 0)
+    torch.tpu.set_device(3)
+    torch.accelerator.set_device_index(3)
+    assert torch.tpu.current_device() == torch.accelerator.current_device_index() == 0
+    assert torch.ones(2).to(3).device == torch.ones(2, device="tpu:3").device == expected
+    assert torch.nn.Linear(2, 2).to("tpu:3").weight.device == expected
+    with torch.device("tpu:3"):
+        x = torch.arange(3.0) + torch.ones(3, device="tpu")
+    assert x.device == expected
+    assert x.to("tpu:3").tolist() == [1, 2, 3]
+    drawn, expected_draw = (
+        torch.rand(2, device=device, generator=torch.Generator(device).manual_seed(1))
+        for device in ("tpu:3", "tpu")
+    )
+    assert drawn.tolist() == expected_draw.tolist()
+    with torch.tpu.device(3), torch.accelerator.device_index(3):
+        torch.tpu.synchronize("tpu:3")
+        torch.accelerator.synchronize(3)
+    torch.save(x, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", map_location="tpu:3")
+    assert loaded.device == expected
+    assert loaded.tolist() == [1, 2, 3]
+    with pytest.raises(RuntimeError, match=r'tpu:2 does not exist: .*"tpu" or, by its LOCAL_RANK, "tpu:3"'):
+        torch.ones(2, device="tpu:2")
+
+
 def test_a_device_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="expected a tpu device, got cuda"):
         torch.tpu.synchronize("cuda")

@@ -19,16 +19,7 @@ namespace tpu {
 namespace {
 
 c10::DeviceIndex index_of(std::optional<c10::Device> device) {
-  const auto index = device.has_value() ? device->index() : c10::DeviceIndex{-1};
-  const auto chosen = index < 0 ? Device::get().current() : index;
-  TORCH_CHECK(
-      chosen < Device::get().count(),
-      "tpu:",
-      static_cast<int>(chosen),
-      " does not exist: there ",
-      Device::get().count() == 1 ? "is one tpu device, tpu:0"
-                                 : c10::str("are ", static_cast<int>(Device::get().count()), " tpu devices"));
-  return chosen;
+  return Device::get().find(device.has_value() ? device->index() : c10::DeviceIndex{-1});
 }
 
 c10::DimVector concrete_sizes(c10::SymIntArrayRef sizes) {

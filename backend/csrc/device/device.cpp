@@ -12,6 +12,7 @@
 #include <pybind11/pybind11.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 
 namespace py = pybind11;
@@ -35,7 +36,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kDeviceType, t_current}; }
   void setDevice(c10::Device device) const override { Device::get().set_current(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    t_current = device.index() < 0 ? t_current : device.index();
+    t_current = device.index() < Device::get().count() ? Device::get().find(device.index()) : 0;
   }
   // There is one stream a device; launches on it are ordered, so that stream and event waits hold by themselves.
   c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
@@ -120,10 +121,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
-    return Device::get().default_generator(device < 0 ? t_current : device);
+    return Device::get().default_generator(device);
   }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
-    return at::make_generator<GeneratorImpl>(device < 0 ? t_current : device);
+    return at::make_generator<GeneratorImpl>(Device::get().find(device));
   }
   c10::Device getDeviceFromPtr(void*) const override { return {kDeviceType, t_current}; }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
@@ -229,37 +230,42 @@ void Device::ensure_initialized() {
 }
 
 Stream& Device::stream(c10::DeviceIndex device) {
-  return *streams_.at(device < 0 ? 0 : device);
+  return *streams_[find(device)];
 }
 
 const at::Generator& Device::default_generator(c10::DeviceIndex device) {
-  return generators_.at(device);
+  return generators_[find(device)];
 }
 
 c10::DeviceIndex Device::current() const {
   return t_current;
 }
 
-void Device::set_current(c10::DeviceIndex device) {
-  if (device < 0) {
-    return;
+c10::DeviceIndex Device::find(int index) const {
+  if (index < count_) {
+    return index < 0 ? t_current : static_cast<c10::DeviceIndex>(index);
   }
+  const char* const local_rank = std::getenv("LOCAL_RANK");
   TORCH_CHECK(
-      device < count_,
+      local_rank != nullptr && std::to_string(index) == local_rank,
       "tpu:",
-      static_cast<int>(device),
-      " does not exist: there are ",
-      static_cast<int>(count_),
-      " tpu devices; each process of a launcher has one, \"tpu\"");
-  t_current = device;
+      index,
+      " does not exist: there is one tpu device, tpu:0",
+      local_rank == nullptr
+          ? ""
+          : c10::str("; each process of a launcher has one, \"tpu\" or, by its LOCAL_RANK, \"tpu:", local_rank, "\""));
+  return 0;
+}
+
+void Device::set_current(c10::DeviceIndex device) {
+  t_current = find(device);
 }
 
 void Device::synchronize(c10::DeviceIndex device) {
   if (!initialized()) {
     return;
   }
-  const auto chosen = device < 0 ? t_current : device;
-  wait(chosen, dispatch(chosen));
+  wait(device, dispatch(device));
 }
 
 size_t Device::dispatch(c10::DeviceIndex device) {

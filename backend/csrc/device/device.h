@@ -50,6 +50,9 @@ class Device {
   const at::Generator& default_generator(c10::DeviceIndex device);
   c10::DeviceIndex count() const { return count_; }
   c10::DeviceIndex current() const;
+  // The device that an index names; -1 names the current one.  Scripts for GPUs name it by LOCAL_RANK, so that is a
+  // name of the one device of a launcher's process.
+  c10::DeviceIndex find(int index) const;
   void set_current(c10::DeviceIndex device);
   void synchronize(c10::DeviceIndex device);
   // Hands over what was recorded; returns how many programs have been launched.

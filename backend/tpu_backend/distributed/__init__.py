@@ -15,14 +15,16 @@ import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from tpu_backend.after_import import after_import
-from tpu_backend.distributed import fsdp, grids, launched
+from tpu_backend.distributed import fsdp, grids, launched, local_rank
 
 
 def install() -> None:
     """Register the backend with torch.distributed, once somebody imports that."""
     launched.mark()
     after_import("torch.distributed.distributed_c10d", _register)
+    after_import("torch.distributed.distributed_c10d", local_rank.accept_in_group)
     after_import("torch.distributed.device_mesh", grids.watch)
+    after_import("torch.nn.parallel.distributed", local_rank.accept_in_ddp)
     after_import("torch.distributed.fsdp._fully_shard._fsdp_collectives", fsdp.install)
 
 

@@ -4,6 +4,7 @@
 
 from typing import Any
 
+from tpu_backend.torch_tpu import _utils
 from tpu_backend.torch_tpu.cache import get_executable_cache, set_executable_cache
 from tpu_backend.torch_tpu.devices import (
     _is_in_bad_fork,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -41,8 +40,9 @@ def current_device() -> int:
 
 
 def index_of(device: Any) -> int:
-    """The index in "tpu", "tpu:1", 1, torch.device or None (the current device).
+    """The index of the device that "tpu", "tpu:1", 1, torch.device or None (the current device) names.
 
+    A launcher's LOCAL_RANK is a name of the one device that its process has.
     Raises ValueError for another kind of device, RuntimeError for an index that does not exist.
     """
     if device is None:
@@ -54,22 +54,13 @@ def index_of(device: Any) -> int:
         if parsed.type != "tpu":
             raise ValueError(f"expected a tpu device, got {parsed}")
         index = _C.current_device() if parsed.index is None else parsed.index
-    if not 0 <= index < device_count():
-        raise RuntimeError(does_not_exist(index))
-    return index
-
-
-def does_not_exist(index: int) -> str:
-    count = device_count()
-    there = "there is one tpu device, tpu:0" if count == 1 else f"there are {count} tpu devices"
-    hint = '; each process of a launcher has one, "tpu"' if "LOCAL_RANK" in os.environ else ""
-    return f"tpu:{index} does not exist: {there}{hint}"
+    if index < 0:
+        raise RuntimeError(f"tpu:{index} does not exist: there is one tpu device, tpu:0")
+    return _C.find_device(index)
 
 
 def set_device(device: Any) -> None:
-    """Make a device current. A launcher's LOCAL_RANK stands for the one device that its process has."""
-    if device_count() == 1 and str(device).removeprefix("tpu:") == os.environ.get("LOCAL_RANK"):
-        device = 0
+    """Make a device current."""
     _C.set_device(index_of(device))
 
 

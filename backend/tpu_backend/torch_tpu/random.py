@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpu_backend import _C
-from tpu_backend.torch_tpu.devices import current_device, device_count, does_not_exist, index_of
+from tpu_backend.torch_tpu.devices import current_device, device_count, index_of
 
 
 class _DefaultGenerators:
@@ -19,7 +19,7 @@ class _DefaultGenerators:
 
     def __getitem__(self, index: int) -> torch.Generator:
         if not 0 <= index < device_count():
-            raise IndexError(does_not_exist(index))
+            raise IndexError(f"tpu:{index} does not exist")
         return _C.default_generator(index)
 
     def __iter__(self) -> Iterator[torch.Generator]:

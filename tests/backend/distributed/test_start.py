@@ -65,6 +65,27 @@ def test_a_mesh_alone_starts_the_group() -> None:
     assert_all_ended_well(run_ranks(script + textwrap.indent(ASSERTIONS, "    "), 2, prologue=""))
 
 
+def test_a_script_for_gpus_names_its_device_by_local_rank() -> None:
+    script = """
+        import os
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = torch.device("tpu", local_rank)
+        torch.accelerator.set_device_index(local_rank)
+        dist.init_process_group(device_id=device)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1).to(local_rank), device_ids=[local_rank])
+        for x in (torch.full((3, 2), local_rank + 1.0), torch.full((3, 2), local_rank + 1.0).to(device)):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert model.module.weight.grad.tolist() == [[4.5, 4.5]]
+    """
+    assert_all_ended_well(run_ranks(script + textwrap.indent(ASSERTIONS, "    "), 2, prologue=""))
+
+
 CHILDREN = """
     import multiprocessing, os, subprocess, sys
     import torch
