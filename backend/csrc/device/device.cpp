@@ -247,10 +247,11 @@ c10::DeviceIndex Device::find(int index) const {
   }
   const char* const local_rank = std::getenv("LOCAL_RANK");
   TORCH_CHECK(
-      local_rank != nullptr && std::to_string(index) == local_rank,
+      count_ == 1 && local_rank != nullptr && std::to_string(index) == local_rank,
       "tpu:",
       index,
-      " does not exist: there is one tpu device, tpu:0",
+      " does not exist: ",
+      count_ == 1 ? "there is one tpu device, tpu:0" : c10::str("there are ", static_cast<int>(count_), " tpu devices"),
       local_rank == nullptr
           ? ""
           : c10::str("; each process of a launcher has one, \"tpu\" or, by its LOCAL_RANK, \"tpu:", local_rank, "\""));

@@ -663,7 +663,8 @@ int ProcessGroup::find_source() {
   for (int rank = 0; rank < getSize(); ++rank) {
     if (rank != getRank()) {
       sources.push_back(rank);
-      groups.push_back(c10::str(ranks_[rank], ",", ranks_[getRank()]));
+      const auto [first, last] = std::minmax(ranks_[rank], ranks_[getRank()]);
+      groups.push_back(c10::str(first, ",", last));
     }
   }
   py::gil_scoped_acquire gil;
@@ -691,22 +692,24 @@ Call ProcessGroup::record(const Transfer& transfer) {
   const bool is_from_any = transfer.work->retrieveOpType() == c10d::OpType::RECVANYSOURCE;
   const char* const name = getRank() == transfer.source ? "tpu:send" : is_from_any ? "tpu:recvAnySource" : "tpu:recv";
   const Profiled profiled(name, transfer.tensor);
-  const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
+  const int64_t source = ranks_[transfer.source];
+  const int64_t destination = ranks_[transfer.destination];
+  // One mesh, and one order of calls, for both directions and for collectives of the two.
+  const auto [first, last] = std::minmax(source, destination);
   const at::Tensor& tensor = transfer.tensor;
   auto call = agree(
-      ends,
+      {first, last},
       c10::str(
           "send(",
           c10::toString(tensor.scalar_type()),
           tensor.sizes(),
           ", from rank ",
-          ends[0],
+          source,
           " to rank ",
-          ends[1],
+          destination,
           transfer.tag == 0 ? "" : c10::str(", tag ", transfer.tag),
           ")"));
-  const auto [first, last] = std::minmax(ends[0], ends[1]); // one mesh for both directions
-  const at::Tensor arrived = recorded::send_receive(tensor, ends[0] == first ? 0 : 1, {first, last});
+  const at::Tensor arrived = recorded::send_receive(tensor, source == first ? 0 : 1, {first, last});
   if (getRank() == transfer.destination) {
     transfer.tensor.copy_(arrived);
   }

@@ -52,7 +52,8 @@ def refuse(group: str) -> None:
 
 @untraced
 def find_sender(groups: list[str], seconds: float) -> int:
-    """Which of these groups, a sender and this rank, is the first whose sender calls `send` next: its index.
+    """Which of these groups, this rank and another, is the first in which the other calls `send` next: its
+    index.
 
     Raises RuntimeError if no rank has sent after `seconds`, or as `Peers.raise_failure` does.
     """

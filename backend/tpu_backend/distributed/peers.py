@@ -196,8 +196,8 @@ class Peers:
         return f"not done after {seconds:.0f} s: {late}"
 
     def find_sender(self, calls: list[tuple[str, int]], seconds: float) -> int:
-        """The first of these calls, by group and number, that its group's first rank makes as a send: its
-        index. Raises RuntimeError when something has come to light, or after `seconds`.
+        """The first of these calls, by group and number, that is a send to this rank: its index. Raises
+        RuntimeError when something has come to light, or after `seconds`.
         """
         groups = [group for group, _ in calls]
         with self._telling:

@@ -190,12 +190,13 @@ class Service:
     def find_sender(self, receiver: int) -> None:
         """Tell a rank that receives from any other who has called `send` first, if somebody has."""
         for group, number in self.receivers[receiver]:
-            calls = self.calls.get(group)
-            digest = None if calls is None else calls.open.get(number, {}).get(calls.ranks[0])
-            if calls and digest and self.text_of(calls.ranks[0], digest).startswith("send("):
-                del self.receivers[receiver]
-                self.tell_group([receiver], {"sender": group})
-                return
+            made = self.calls[group].open.get(number, {}) if group in self.calls else {}
+            for sender, digest in made.items():
+                text = self.text_of(sender, digest)
+                if text.startswith("send(") and f", from rank {sender} to rank {receiver}" in text:
+                    del self.receivers[receiver]
+                    self.tell_group([receiver], {"sender": group})
+                    return
 
     def tell_left(self, calls: Calls, rank: int) -> None:
         """Tell a group that a rank has ended in front of one of its calls, if it has."""

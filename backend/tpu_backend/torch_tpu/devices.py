@@ -55,7 +55,7 @@ def index_of(device: Any) -> int:
             raise ValueError(f"expected a tpu device, got {parsed}")
         index = _C.current_device() if parsed.index is None else parsed.index
     if index < 0:
-        raise RuntimeError(f"tpu:{index} does not exist: there is one tpu device, tpu:0")
+        raise RuntimeError(f"tpu:{index} does not exist: devices have numbers from 0 on")
     return _C.find_device(index)
 
 

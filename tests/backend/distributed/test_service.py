@@ -86,11 +86,16 @@ class Told:
 
 
 def test_a_rank_that_receives_from_any_is_told_of_the_first_send_and_of_no_other_call():
-    service, told = Service(3), Told()
+    service, told = Service(4), Told()
     service.writers[2] = told  # type: ignore[assignment]
-    service.texts = {1: {"1,2:1": "all_reduce(Float[1], sum)"}, 0: {"0,2:1": "send(Float[1])"}}
-    service.receivers[2] = [("0,2", 1), ("1,2", 1)]
+    service.texts = {
+        0: {"0,2:1": "send(Float[1], from rank 0 to rank 2)"},
+        1: {"1,2:1": "all_reduce(Float[1], sum)"},
+        3: {"2,3:1": "send(Float[1], from rank 2 to rank 3)"},
+    }
+    service.receivers[2] = [("0,2", 1), ("1,2", 1), ("2,3", 1)]
     called(service, "1,2", 1, 1)
+    called(service, "2,3", 1, 3)
     assert told.messages == []
     called(service, "0,2", 1, 0)
     assert told.messages == [{"sender": "0,2"}]
