@@ -1,7 +1,7 @@
 """Sizes that grow, without gradients: two sizes show what grows, and one program serves those after them."""
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -285,6 +285,26 @@ def test_a_decoder_that_writes_into_a_buffer_generates_with_few_programs(rows, r
         before = torch.tpu.compile_stats()["compilations"]
         assert torch.equal(generate(model, "tpu").cpu(), expected)
     assert torch.tpu.compile_stats()["compilations"] - before <= 6
+
+
+@pytest.mark.parametrize("casts_each_turn", [False, True])
+def test_a_loop_under_autocast_generates_with_few_programs(casts_each_turn):
+    table = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7)).to("tpu")
+    tokens = torch.tensor([[3, 1, 2]], device="tpu")
+    torch.tpu.flush()
+    before = torch.tpu.compile_stats()["compilations"]
+    cast = torch.autocast("tpu", torch.bfloat16)  # it keeps the weights that it casts until it ends
+    with torch.no_grad(), nullcontext() if casts_each_turn else cast:
+        for _ in range(12):
+            with cast if casts_each_turn else nullcontext():
+                chosen = table(tokens).mean(1).argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, chosen], 1)
+            if casts_each_turn:
+                chosen.tolist()
+    assert tokens.tolist()
+    compiled = [each for each in torch.tpu.compilations() if each.number > before]
+    assert len(compiled) <= 4
+    assert max(len(each.operations) for each in compiled) < 20  # the turns are no single program
 
 
 @pytest.mark.parametrize("has_gradients", [True, False])

@@ -3,6 +3,7 @@
 
 #include <ATen/Operators.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
 #include <torch/library.h>
 
 #include "device/device.h"
@@ -11,10 +12,15 @@ namespace tpu {
 namespace {
 
 thread_local int kernel_depth = 0;
+thread_local bool callers_grad_mode = true;
 
 class KernelScope {
  public:
-  KernelScope() { ++kernel_depth; }
+  KernelScope() {
+    if (kernel_depth++ == 0) {
+      callers_grad_mode = c10::GradMode::is_enabled();
+    }
+  }
   ~KernelScope() { --kernel_depth; }
   KernelScope(const KernelScope&) = delete;
   KernelScope& operator=(const KernelScope&) = delete;
@@ -37,6 +43,10 @@ struct ScopedKernels {
 
 bool in_autocast() {
   return kernel_depth > 0 || at::autocast::is_autocast_enabled(kDeviceType);
+}
+
+bool caller_wants_gradients() {
+  return c10::GradMode::is_enabled() && (kernel_depth == 0 || callers_grad_mode);
 }
 
 } // namespace tpu

@@ -1,5 +1,6 @@
 #include "record/stream.h"
 
+#include "aten/autocast.h"
 #include "python_error.h"
 #include "record/settings.h"
 
@@ -44,7 +45,7 @@ bool is_without_gradients(const EncodedCall& call) {
     return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
   };
   return torch::autograd::get_current_graph_task_id() < 0 &&
-      (!at::GradMode::is_enabled() || std::none_of(call.tensors.begin(), call.tensors.end(), may_have_gradient));
+      (!caller_wants_gradients() || std::none_of(call.tensors.begin(), call.tensors.end(), may_have_gradient));
 }
 
 } // namespace
