@@ -259,3 +259,41 @@ def test_what_nobody_waited_for_is_said_at_exit() -> None:
     assert result.stdout == "done\n"
     assert "tpu: found at exit: IndexError: index out of range in self" in result.stderr
     assert result.returncode == 0
+
+
+def test_an_assertion_is_raised_by_the_read_that_waits_for_it() -> None:
+    x = torch.ones(3, device="tpu")
+    before = torch.tpu.fallback_stats()
+    torch._assert_async((x > 0).all(), "never said")
+    assert x.sum().item() == 3
+    torch._assert_async((x > 1).all(), "x is {small}")
+    with pytest.raises(RuntimeError, match=r"(?s)x is \{small\}.*test_range_checks.py:\d+: torch"):
+        (2 * x).tolist()
+    torch._assert_async((x > 1).all())  # nothing else is left to be run
+    with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value, but got zero"):
+        torch.tpu.synchronize()
+    assert torch.tpu.fallback_stats() == before
+
+
+def test_an_assertion_in_a_region_and_in_a_captured_step() -> None:
+    for kind in torch.tpu.spmd, torch.tpu.capture:
+
+        @kind
+        def step(x: torch.Tensor) -> torch.Tensor:
+            torch._assert_async((x > 0).all(), "x is positive")
+            return 2 * x
+
+        for _ in range(5):
+            assert step(torch.ones(3, device="tpu")).tolist() == [2, 2, 2]
+        with pytest.raises(RuntimeError, match="x is positive"):
+            step(-torch.ones(3, device="tpu")).tolist()
+
+
+@pytest.mark.parametrize("shape", [(3,), (0,)])
+def test_an_assertion_of_other_than_one_element_is_refused_at_the_call(shape: tuple[int, ...]) -> None:
+    messages = []
+    for place in "cpu", "tpu":
+        with pytest.raises(RuntimeError) as caught:
+            torch._assert_async(torch.ones(shape, device=place), "")
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]

@@ -2,6 +2,7 @@
 
 from tpu_backend.lowering import (  # noqa: F401
     activation,
+    assertions,
     attention,
     bessel,
     collectives,

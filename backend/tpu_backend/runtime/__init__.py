@@ -17,7 +17,7 @@ from tpu_backend.collector import importing
 from tpu_backend.interrupts import keep_from_collector, keeps_interrupts
 
 with importing():
-    from tpu_backend import _C, composite, data_dependent, environment, vocabulary_loss
+    from tpu_backend import _C, assertions, composite, data_dependent, environment, vocabulary_loss
     from tpu_backend.distributed import ending, operators, region_programs, start, waiting
     from tpu_backend.lowering import names, registry
     from tpu_backend.lowering.collectives import NAMESPACE
@@ -85,6 +85,7 @@ def initialize() -> None:
         keep_from_collector()
         shapes.register_meta_kernels()
         data_dependent.register()
+        assertions.register()
         vocabulary_loss.register()
         operators.register()
         composite.register()
