@@ -97,7 +97,7 @@ class RecordedStep:
     def uses(self, tensors: list[torch.Tensor]) -> list[bool]: ...
     def make_replayable(
         self,
-        entries: list[tuple[Any, Any, Any]],
+        entries: list[tuple[Any, Any, Any, bool]],
         numbers: list[tuple[dict[str, Any], str]],
         values: list[float],
         may_change: list[bool],

@@ -329,6 +329,30 @@ def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path, scheduled,
     assert rates == [0.0625, 0.0625, 0.03125, 0.03125, 0.015625, 0.015625]
 
 
+def test_numbers_of_optimizer_and_scheduler_that_are_tensors_resume_to_the_bit(tmp_path):
+    def run(run_dir: Path, steps: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.Adam(
+            model.parameters(),
+            lr=torch.tensor(0.1),
+            betas=(torch.tensor(0.9), torch.tensor(0.999)),
+            foreach=False,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        batches = [(torch.randn(3, 4), torch.tensor([0, 1, 1])) for _ in range(3)]
+        cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=steps))
+        Trainer(model, cfg, train_loader=batches, optimizer=optimizer, lr_scheduler=scheduler).fit()
+
+    run(tmp_path / "whole", 6)
+    for steps in (1, 3, 4, 6):
+        run(tmp_path / "parts", steps)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    both = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
+    rates, of_parts = ([record["learning_rate"] for record in records] for records in both)
+    assert rates == of_parts
+
+
 def go_on(
     run_dir: Path, steps: int, scheduled=None, before_fit=None, kind=torch.optim.SGD, **options
 ) -> Trainer:

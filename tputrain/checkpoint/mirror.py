@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # which nobody gets for reading
 _REPLACED = ".replaced-"  # a checkpoint whose step was saved anew, until that one is copied
-_NAME = re.compile(r"(?:\.replaced-)?step-(\d+)")
+_NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step-(\d+)")
 ABANDONED = "abandoned-"
 """Before the name of a checkpoint of a branch that the run has left, here and there."""
 _LOGS = ("*.jsonl", "wandb-run.json")
@@ -52,7 +52,9 @@ class Mirror:
     def steps(self) -> list[int]:
         """Steps whose checkpoint was copied to its end, newest first. Raises UserError where none answers."""
         marks = self._marks("step-*") + self._marks(f"{_REPLACED}step-*")
-        matches = (_NAME.fullmatch(mark.split("/")[-2]) for mark in marks)  # who else copied one named it so
+        matches = (
+            _NAME.fullmatch(mark.split("/")[-2]) for mark in marks
+        )  # a copy made by hand has another name
         return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
     def has_any(self) -> bool:

@@ -4,11 +4,10 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
 from tputrain.optim.config import OptimConfig
+from tputrain.optim.numbers import as_numbers, like
 from tputrain.optim.optimizer import other_rates, set_learning_rate
 from tputrain.optim.schedule import LearningRate, ScheduleConfig
 
@@ -55,9 +54,9 @@ class LearningRates:
         """A scheduler's, for a checkpoint; of a learning rate that is a tensor, the number."""
         if not isinstance(self.scheduler, LRScheduler):
             return None
-        return tree_map_only(Tensor, Tensor.tolist, self.scheduler.state_dict())
+        return as_numbers(self.scheduler.state_dict())
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Take what `state` gave."""
         if isinstance(self.scheduler, LRScheduler) and state:
-            self.scheduler.load_state_dict(state)
+            self.scheduler.load_state_dict(like(state, self.scheduler.state_dict()))

@@ -27,6 +27,7 @@ from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
 from tputrain.models.named_tensors import tensors_of_plain_model
+from tputrain.optim.numbers import as_numbers, like
 
 MODEL, TRAINED, OPTIMIZER = "model", "trained", "optimizer"
 """Stems of the names of the files with tensors, of which a large model has several."""
@@ -225,7 +226,7 @@ def load_optimizer(
     described = optimizer.state_dict()
     for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
         taken = {k: v for k, v in saved["options"].items() if options is None or k in options}
-        group.update({key: _as_option(value, group.get(key)) for key, value in taken.items()})
+        group.update(like(taken, group))
     described["state"] = {numbers[name]: state for name, state in states.items()} | rest.get("own", {})
     # PyTorch's own loading knows which state belongs on the device and which (step counts) on the host.
     optimizer.load_state_dict(described)
@@ -241,12 +242,4 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Tensors among them, such as a learning rate, as numbers."""
-    options = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options.items()}
-
-
-def _as_option(value: Any, before: Any) -> Any:
-    """An option of a checkpoint in the place of `before`: a tensor where that is one."""
-    is_tensor = isinstance(before, Tensor)
-    return torch.tensor(value, dtype=before.dtype, device=before.device) if is_tensor else value
+    return as_numbers({key: value for key, value in group.items() if key != "params"})

@@ -39,15 +39,13 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     t_current = device.index() < Device::get().count() ? Device::get().find(device.index()) : 0;
   }
   // There is one stream a device; launches on it are ordered, so that stream and event waits hold by themselves.
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, {kDeviceType, Device::get().find(device.index())});
   }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
-    return c10::Stream(c10::Stream::DEFAULT, stream.device());
-  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
   c10::DeviceIndex deviceCount() const noexcept override { return Device::get().count(); }
   // Every dtype that JAX has.
   c10::DeviceCapability getDeviceCapability(c10::Device) const override {

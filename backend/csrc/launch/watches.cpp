@@ -26,8 +26,8 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 }
 
 // Undefined where there is none.
-at::Tensor gradient_of(const at::Tensor& tensor) {
-  return tensor.is_leaf() ? tensor.grad() : at::Tensor();
+const at::TensorImpl* gradient_of(const at::Tensor& tensor) {
+  return tensor.is_leaf() ? tensor.grad().unsafeGetTensorImpl() : at::UndefinedTensorImpl::singleton();
 }
 
 // So many items further on is looked at once memory has brought what was asked for.
@@ -100,13 +100,15 @@ bool is_same(PyObject* before, PyObject* now) {
   return equal == 1;
 }
 
-Watches::TensorState::TensorState(at::Tensor watched, int at)
+Watches::TensorState::TensorState(at::Tensor watched, bool keeps, int at)
     : tensor(std::move(watched)), kept_place(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
       storage(storage_of(tensor)), autograd(tensor.unsafeGetTensorImpl()->autograd_meta()), address(address_of(tensor)),
       is_strided(tensor.layout() == at::kStrided && !tensor.is_nested()), dtype(tensor.scalar_type()),
-      is_conj(tensor.is_conj()), is_neg(tensor.is_neg()), requires_grad(tensor.requires_grad()),
-      kept_gradient(gradient_of(tensor).getIntrusivePtr()), gradient(gradient_of(tensor).unsafeGetTensorImpl()),
-      place(at) {
+      is_conj(tensor.is_conj()), is_neg(tensor.is_neg()), requires_grad(tensor.requires_grad()), keeps_gradient(keeps),
+      gradient(gradient_of(tensor)), place(at) {
+  if (keeps) {
+    kept_gradient.emplace(tensor.grad().getIntrusivePtr());
+  }
   if (is_strided) {
     sizes = tensor.sizes();
     strides = tensor.strides();
@@ -135,7 +137,10 @@ bool Watches::TensorState::is_unchanged() const {
   if (now == nullptr && autograd == nullptr) {
     return true;
   }
-  return tensor.requires_grad() == requires_grad && gradient_of(tensor).unsafeGetTensorImpl() == gradient;
+  const auto* const none = at::UndefinedTensorImpl::singleton();
+  const at::TensorImpl* const its_gradient = gradient_of(tensor);
+  return tensor.requires_grad() == requires_grad &&
+      (keeps_gradient ? its_gradient == gradient : (its_gradient == none) == (gradient == none));
 }
 
 Watches::Watches(const py::list& entries, const py::list& numbers) {
@@ -175,7 +180,7 @@ void Watches::add_containers(const py::list& entries) {
       }
       items_.push_back({pointer_to(key), pointer_to(value), at});
       if (THPVariable_Check(value.ptr()) && tensors.insert(value.ptr()).second) {
-        tensors_.emplace_back(THPVariable_Unpack(value.ptr()), at);
+        tensors_.emplace_back(THPVariable_Unpack(value.ptr()), py::cast<bool>(entry[3]), at);
       }
     }
     container.end = items_.size();

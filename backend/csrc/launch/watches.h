@@ -19,10 +19,11 @@ bool is_same(PyObject* before, PyObject* now);
 // All of it wants the GIL.
 class Watches {
  public:
-  // `entries`: (container, key, value) that must stay, of a dictionary, a list or a closure's cell: a tensor the same
-  // object, on the same storage, of the same dtype, shape and strides, with the same tensor for its gradient, or with
-  // none; another value equal.  (container, ..., length): how many items it has.  `numbers`: (dictionary, key) of
-  // numbers, and of tensors of one element on the CPU, that may change.
+  // `entries`: (container, key, value, whether the step keeps its gradient) that must stay, of a dictionary, a list or
+  // a closure's cell: a tensor the same object, on the same storage, of the same dtype, shape and strides, with the
+  // same tensor for its gradient if that is kept, else with or without one as now; another value equal. (container,
+  // ..., length, false): how many items it has.  `numbers`: (dictionary, key) of numbers, and of tensors of one element
+  // on the CPU, that may change.
   Watches(const pybind11::list& entries, const pybind11::list& numbers);
 
   // The place of the first entry that is no longer as it was; -1: there is none.
@@ -62,11 +63,12 @@ class Watches {
     bool is_conj;
     bool is_neg;
     bool requires_grad;
-    c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> kept_gradient; // as kept_place
+    bool keeps_gradient; // the step adds to the one that is there
+    std::optional<c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>> kept_gradient{}; // as kept_place
     const at::TensorImpl* gradient;
     int place;
 
-    TensorState(at::Tensor watched, int at);
+    TensorState(at::Tensor watched, bool keeps, int at);
     void fetch() const;
     bool is_unchanged() const;
   };

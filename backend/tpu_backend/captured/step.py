@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from weakref import ReferenceType
 
 import torch
 from jax.tree_util import PyTreeDef, tree_flatten, tree_structure, tree_unflatten
@@ -67,6 +68,7 @@ class _Replayable(NamedTuple):
     returns_tensor: bool  # one, and nothing else
     watched: list[reach.Watched]
     gradients: list[int | None]  # of what is watched, by their identities
+    keeps_gradient: list[bool]  # whether the call left the one that was there, and no new one
 
 
 class CapturedStep(reach.Wrapper, Generic[_P, _R]):
@@ -201,6 +203,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         numbers = [setting.value for setting in settings]
         on_host = reach.host_versions(modules)
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        gradients = _gradients_of(modules, optimizers)
         torch.clear_autocast_cache()  # a weight's cast must be the step's own, and is not to outlive it
         step = _C.RecordedStep(torch.tpu.current_device())  # type: ignore[attr-defined]
         try:
@@ -238,7 +241,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
                     *reach.watched_in_modules([*modules, *used]),
                     *reach.watched_in_optimizers(optimizers),
                 ]
-                self._replay_from_now(form, recording, watched, host)
+                self._replay_from_now(form, recording, watched, gradients, host)
                 self._warn_if_none_stepped(found.optimizers, leaves)
         self._tell(form, problem, why)
         return tree_unflatten(result_tree, returned)
@@ -248,10 +251,13 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         form: Any,
         recording: _Recording,
         watched: list[reach.Watched],
+        gradients: _Gradients,
         host: list[float],
     ) -> None:
+        """`gradients`: those before the call."""
+        keeps_gradient = [_keeps_gradient(each.value, gradients) for each in watched]
         recording.step.make_replayable(
-            [tuple(each[:3]) for each in watched],
+            [(*each[:3], keeps) for each, keeps in zip(watched, keeps_gradient, strict=True)],
             [(setting.group, setting.key) for setting in recording.settings],
             [float(value) for value in host],
             recording.changes.may_change,
@@ -269,6 +275,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
             recording.result == _LEAF and not has_constants,
             watched,
             [_gradient(each.value) for each in watched],
+            keeps_gradient,
         )
         while len(self._replayable) > _KEPT:
             oldest = next(iter(self._replayable))
@@ -387,14 +394,30 @@ def _reason(replayable: _Replayable, found: str | int) -> str:
         return found
     watched, before = replayable.watched[found], replayable.gradients[found]
     now = _gradient(watched.value)
-    if now == before:
-        return f"{watched.name} changed"
-    if now is None:
+    if now is None and before is not None:
         advice = "call zero_grad() inside the step, or with set_to_none=False"
         return f"the gradient of {watched.name} was taken away: {advice}"
-    if before is None:
+    if now is not None and before is None:
         return f"{watched.name} has a gradient, and had none"
-    return f"the gradient of {watched.name} is another tensor: write the one that was there in place"
+    if now != before and replayable.keeps_gradient[found]:
+        return f"the gradient of {watched.name} is another tensor: write the one that was there in place"
+    return f"{watched.name} changed"
+
+
+_Gradients = dict[int, ReferenceType[Tensor]]
+"""Of parameters, by their identities."""
+
+
+def _gradients_of(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> _Gradients:
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters += [parameter for group in groups for parameter in group["params"]]
+    return {id(each): ReferenceType(each.grad) for each in parameters if _gradient(each) is not None}
+
+
+def _keeps_gradient(value: Any, before: _Gradients) -> bool:
+    """Whether a parameter has the gradient that it had: the call adds to that, or leaves it alone."""
+    return id(value) in before and _gradient(value) is not None and before[id(value)]() is value.grad
 
 
 def _gradient(value: Any) -> int | None:
@@ -524,8 +547,8 @@ def _problem_of_gradients(leaves: Sequence[Any], step: _C.RecordedStep) -> str |
             continue
         if any(step.uses([gradient])):
             return (
-                f"it leaves a gradient in argument {place}, where a replay would find none: return it, as "
-                "torch.autograd.grad gives it"
+                f"it reads or leaves a gradient in argument {place}, where a replay would find none: "
+                "return it, as torch.autograd.grad gives it"
             )
     return None
 

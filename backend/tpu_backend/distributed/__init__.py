@@ -22,7 +22,6 @@ def install() -> None:
     """Register the backend with torch.distributed, once somebody imports that."""
     launched.mark()
     after_import("torch.distributed.distributed_c10d", _register)
-    after_import("torch.distributed.distributed_c10d", local_rank.accept_in_group)
     after_import("torch.distributed.device_mesh", grids.watch)
     after_import("torch.nn.parallel.distributed", local_rank.accept_in_ddp)
     after_import("torch.distributed.fsdp._fully_shard._fsdp_collectives", fsdp.install)
@@ -37,6 +36,7 @@ def _register(c10d: ModuleType) -> None:
         if not hasattr(Backend, name):
             setattr(Backend, name, value)
     c10d._new_process_group_helper = _with_default(c10d._new_process_group_helper)  # type: ignore[attr-defined]
+    local_rank.accept_in_group(c10d)
 
 
 def _with_default(make: Callable[..., Any]) -> Callable[..., Any]:

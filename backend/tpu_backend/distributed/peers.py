@@ -294,7 +294,7 @@ class Peers:
             self._flush()
 
     def _listen(self) -> None:
-        # A ValueError is of a last line that was cut off: the service was killed while it wrote.
+        # ValueError: the last line was cut off, as the service was killed while it wrote.
         with suppress(OSError, ValueError), self._socket.makefile() as lines:
             for line in lines:
                 with self._changed:

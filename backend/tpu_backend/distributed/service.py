@@ -193,7 +193,7 @@ class Service:
             made = self.calls[group].open.get(number, {}) if group in self.calls else {}
             for sender, digest in made.items():
                 text = self.text_of(sender, digest)
-                if text.startswith("send(") and f", from rank {sender} to rank {receiver}" in text:
+                if sender != receiver and text.startswith("send(") and f", from rank {sender} to " in text:
                     del self.receivers[receiver]
                     self.tell_group([receiver], {"sender": group})
                     return

@@ -1,7 +1,8 @@
-"""What is known of the forms of an operator before one is compiled, and of which operators without tracing.
+"""Operators of which it is known without tracing that they are lowered.
 
-The operators of `ALWAYS` are lowered whatever PyTorch's meta kernel and `kinds.py` let pass, and check no
-bounds. So no form of theirs is traced when it is first recorded, which takes a few milliseconds.
+Those of `ALWAYS` are lowered whatever PyTorch's meta kernel and `kinds.py` let pass, but for empty tensors,
+and check no bounds. So no form of theirs is traced when it is first recorded, which takes a few milliseconds.
+`reads_precision` holds for float32; other dtypes are compiled again for another precision, too.
 `tests/backend/test_answers.py` traces forms of each.
 """
 
@@ -23,7 +24,7 @@ _OPERATORS: dict[Answer, str] = {
     Answer(is_lowered=True, has_bounds_checks=False, reads_precision=False): """
         _foreach_add.List _foreach_add.Scalar _foreach_div.List _foreach_div.Scalar _foreach_mul.List
         _foreach_mul.Scalar _foreach_mul.Tensor _foreach_norm.Scalar _foreach_sqrt
-        _fused_adam _fused_adam.tensor_lr _fused_adamw _fused_adamw.tensor_lr _log_softmax
+        _log_softmax
         _log_softmax_backward_data _softmax _softmax_backward_data abs add.Scalar add.Tensor addcdiv addcmul
         amax amin cat clamp cos div.Scalar div.Tensor eq.Scalar eq.Tensor erf exp expm1 fill.Scalar
         ge.Scalar ge.Tensor gelu gt.Scalar gt.Tensor le.Scalar le.Tensor linalg_vector_norm log log1p

@@ -263,7 +263,9 @@ def trace_form(number: int) -> Answer:
 def _traced(entry: Signature) -> Answer:
     if _is_refused(entry) or (target_platform() == "tpu" and not _compiles_on_tpu(entry)):
         return _NOT_LOWERED
-    if (answer := ALWAYS.get(entry.name)) is not None:
+    if (answer := ALWAYS.get(entry.name)) is not None and not any(
+        0 in each.sizes for each in entry.tensors()
+    ):
         return answer
     try:
         traced = trace_entry(entry, [(0, False)] * num_offsets(entry))
@@ -363,7 +365,9 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
                 with recorded_settings(precision), label:
                     try:
                         made = replay(entry, iter(links), values, numbers)
-                    except Exception as error:  # of a form that was not traced by itself, see `ALWAYS`
+                    except Exception as error:
+                        if entry.name not in ALWAYS:
+                            raise
                         raise _failure(entry, first_line(entry.number), error) from error
                     gathers.note_made(entry.name, made)
                     for value in made:

@@ -18,9 +18,10 @@ class _DefaultGenerators:
         return device_count()
 
     def __getitem__(self, index: int) -> torch.Generator:
-        if not 0 <= index < device_count():
-            raise IndexError(f"tpu:{index} does not exist")
-        return _C.default_generator(index)
+        try:
+            return _C.default_generator(index_of(index))
+        except RuntimeError as error:
+            raise IndexError(str(error)) from None
 
     def __iter__(self) -> Iterator[torch.Generator]:
         return (self[index] for index in range(device_count()))
