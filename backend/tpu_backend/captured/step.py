@@ -412,7 +412,7 @@ def _gradients_of(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
     parameters = [parameter for module in modules for parameter in module.parameters()]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters += [parameter for group in groups for parameter in group["params"]]
-    return {id(each): ReferenceType(each.grad) for each in parameters if _gradient(each) is not None}
+    return {id(each): ReferenceType(each.grad) for each in parameters if each.grad is not None}
 
 
 def _keeps_gradient(value: Any, before: _Gradients) -> bool:
