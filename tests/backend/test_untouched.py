@@ -32,10 +32,14 @@ RENAMED = {
 # PyTorch has no way to register how a device's tensors are printed: see tpu_backend/printing.py.
 # Nor does it say which meshes of ranks there are, or let a backend be a group's default one: see
 # tpu_backend/distributed. Nor can a device choose an optimizer's form: see tpu_backend/torch_tpu/adam.py.
+# And it compares a device's number by itself: see tpu_backend/distributed/local_rank.py.
 REPLACED = {
     "torch._tensor_str._tensor_str",
     "torch.distributed.device_mesh.DeviceMesh.__init__",
     "torch.distributed.distributed_c10d._new_process_group_helper",
+    "torch.distributed.distributed_c10d.init_process_group",
+    "torch.distributed.init_process_group",
+    "torch.nn.parallel.distributed.DistributedDataParallel.__init__",
     "torch.optim.adam._multi_tensor_adam",
 }
 
