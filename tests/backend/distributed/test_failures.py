@@ -72,6 +72,13 @@ FAULTS = """
         if kind == "tags":
             for tag in (2, 1) if rank else (1, 2):
                 (dist.recv if rank else dist.send)(torch.ones(4, device="tpu"), 1 - rank, tag=tag)
+        if kind == "both send first":
+            for each in (dist.send, dist.recv):
+                each(torch.ones(4, device="tpu"), 1 - rank)
+        if kind == "a send against a collective":
+            calls = [lambda: dist.all_reduce(x), lambda: (dist.send if rank else dist.recv)(x, 1 - rank)]
+            for each in reversed(calls) if rank else calls:
+                each()
         if kind == "splits":
             into = torch.empty(2 + 4 * rank, device="tpu")
             dist.all_to_all_single(into, torch.ones(4, device="tpu"), [1, 1] if rank == 0 else [4, 2], [1, 3])
@@ -134,6 +141,11 @@ SAYINGS = {
         r"different things: .*in group 2 of ranks",
     ),
     "tags": (r"different things: .*from rank 0 to rank 1, tag [12]\)", r"different things: .*tag [12]\)"),
+    "both send first": (
+        r"different things: .*from rank 1 to rank 0\)",
+        r"different things: .*from rank 0 to rank 1\)",
+    ),
+    "a send against a collective": (r"different things: .*send\(", r"different things: .*all_reduce\("),
     "splits": (
         r"rank 1 \(process {1} on .*\) failed: ValueError: all_to_all: rank 0 sends 3 elements to rank 1",
         r"ValueError: all_to_all: rank 0 sends 3 elements to rank 1, which expects 4: the output",
