@@ -283,16 +283,22 @@ def test_a_copy_that_somebody_took_stays(is_deep):
     check_same(story, is_deep=is_deep)
 
 
+def leaving_gradients(setup, step):
+    """A step that begins with `zero_grad`, captured where `step` is."""
+
+    def leaving(inputs, labels):
+        setup.optimizer.zero_grad()
+        loss = F.cross_entropy(setup.called(inputs), labels)
+        loss.backward()
+        setup.optimizer.step()
+        return loss
+
+    return leaving if step == setup.step else torch.tpu.capture(leaving)
+
+
 def test_gradients_that_are_left_behind_are_the_new_ones(is_deep):
     def story(setup, step):
-        def leaving(inputs, labels):
-            setup.optimizer.zero_grad()
-            loss = F.cross_entropy(setup.called(inputs), labels)
-            loss.backward()
-            setup.optimizer.step()
-            return loss
-
-        wrapped = leaving if step == setup.step else torch.tpu.capture(leaving)
+        wrapped = leaving_gradients(setup, step)
         losses = [*run(setup, wrapped, range(6)), setup.model[0].weight.grad.clone()]
         setup.optimizer.zero_grad()
         return losses + run(setup, wrapped, range(6, 8)) + [setup.model[0].weight.grad]
@@ -325,14 +331,7 @@ def test_shapes_that_take_turns_may_leave_gradients_behind(is_deep):
     """Each leaves a gradient of its own, in place of the other's."""
 
     def story(setup, step):
-        def leaving(inputs, labels):
-            setup.optimizer.zero_grad()
-            loss = F.cross_entropy(setup.called(inputs), labels)
-            loss.backward()
-            setup.optimizer.step()
-            return loss
-
-        wrapped = leaving if step == setup.step else torch.tpu.capture(leaving)
+        wrapped = leaving_gradients(setup, step)
         return [run(setup, wrapped, [number], size=6 if number % 3 else 3)[0] for number in range(14)]
 
     check_same(story, least_replays=3, is_deep=is_deep)

@@ -52,9 +52,8 @@ class Mirror:
     def steps(self) -> list[int]:
         """Steps whose checkpoint was copied to its end, newest first. Raises UserError where none answers."""
         marks = self._marks("step-*") + self._marks(f"{_REPLACED}step-*")
-        matches = (
-            _NAME.fullmatch(mark.split("/")[-2]) for mark in marks
-        )  # a copy made by hand has another name
+        # Copies made by hand have other names.
+        matches = (_NAME.fullmatch(mark.split("/")[-2]) for mark in marks)
         return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
     def has_any(self) -> bool:

@@ -6,8 +6,8 @@ namespace tpu {
 // its casts, while which PyTorch switches it off.
 bool in_autocast();
 
-// Whether gradients are recorded in this thread. Inside an operator that autocast calls: outside of it, too. PyTorch
-// records those of a cast that it keeps of a weight, even where the caller does not.
+// Whether the caller records gradients. It is not asked of the mode alone: when autocast keeps a weight's cast, PyTorch
+// records the cast's gradient even if the caller has switched gradients off.
 bool caller_wants_gradients();
 
 } // namespace tpu

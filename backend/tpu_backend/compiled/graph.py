@@ -22,7 +22,8 @@ from tpu_backend import _C, views
 from tpu_backend.compiled import control_flow, flex_attention
 from tpu_backend.interrupts import keeps_interrupts
 from tpu_backend.lowering import factory, registry
-from tpu_backend.lowering.bounds import collect_bounds_checks, lowering_node, require_all
+from tpu_backend.lowering.assertions import require
+from tpu_backend.lowering.bounds import collect_bounds_checks, lowering_node
 from tpu_backend.lowering.names import functional_name
 from tpu_backend.runtime.dtypes import EQUIVALENTS, jax_dtype
 from tpu_backend.runtime.signature import result_type
@@ -414,8 +415,7 @@ def _negative(args: Any, *_: Any) -> Any:
 
 def _assert(args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> None:
     """aten::_assert_async.msg (condition, message)."""
-    condition, message = args
-    require_all(condition != 0, RuntimeError, message.replace("{", "{{").replace("}", "}}"))
+    require(*args)
 
 
 # Operations that the device itself serves without the table.

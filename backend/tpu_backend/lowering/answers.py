@@ -23,8 +23,7 @@ class Answer(NamedTuple):
 _OPERATORS: dict[Answer, str] = {
     Answer(is_lowered=True, has_bounds_checks=False, reads_precision=False): """
         _foreach_add.List _foreach_add.Scalar _foreach_div.List _foreach_div.Scalar _foreach_mul.List
-        _foreach_mul.Scalar _foreach_mul.Tensor _foreach_norm.Scalar _foreach_sqrt
-        _log_softmax
+        _foreach_mul.Scalar _foreach_mul.Tensor _foreach_norm.Scalar _foreach_sqrt _log_softmax
         _log_softmax_backward_data _softmax _softmax_backward_data abs add.Scalar add.Tensor addcdiv addcmul
         amax amin cat clamp cos div.Scalar div.Tensor eq.Scalar eq.Tensor erf exp expm1 fill.Scalar
         ge.Scalar ge.Tensor gelu gt.Scalar gt.Tensor le.Scalar le.Tensor linalg_vector_norm log log1p

@@ -81,7 +81,7 @@ def initialize() -> None:
         compiler.configure_logging()
         start.start_if_launched(user_line.user_line())
         platform.announce()
-        flags()
+        flags()  # as XLA has just read them
         keep_from_collector()
         shapes.register_meta_kernels()
         data_dependent.register()
