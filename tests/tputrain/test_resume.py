@@ -300,7 +300,31 @@ def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path, capsys)
     assert list(losses(tmp_path)) == [1, 2]
 
 
-@pytest.mark.parametrize("lr", [0.0625, torch.tensor(0.0625)], ids=["number", "tensor"])
+def rates_of_a_run_in_parts(directory: Path, optimized, scheduled) -> list[float]:
+    """The learning rates of six steps in four runs, which resume, and whose losses are those of one run."""
+
+    def run(run_dir: Path, steps: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = optimized(model.parameters())
+        scheduler = scheduled(optimizer)
+        batches = [(torch.randn(3, 4), torch.tensor([0, 1, 1])) for _ in range(3)]
+        cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=steps))
+        Trainer(model, cfg, train_loader=batches, optimizer=optimizer, lr_scheduler=scheduler).fit()
+
+    run(directory / "whole", 6)
+    for steps in (1, 3, 4, 6):
+        run(directory / "parts", steps)
+    assert losses(directory / "parts") == losses(directory / "whole")
+    whole, parts = (
+        [record["learning_rate"] for record in read_jsonl(directory / name / "metrics.jsonl")]
+        for name in ("whole", "parts")
+    )
+    assert parts == whole
+    return parts
+
+
+@pytest.mark.parametrize("as_lr", [float, torch.tensor], ids=["number", "tensor"])
 @pytest.mark.parametrize(
     "scheduled",
     [
@@ -310,47 +334,23 @@ def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path, capsys)
     ],
     ids=["step", "milestones"],
 )
-def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path, scheduled, lr):
-    def run(run_dir: Path, steps: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        given = lr.clone() if isinstance(lr, torch.Tensor) else lr  # a schedule writes into it
-        optimizer = torch.optim.RMSprop(model.parameters(), lr=given, momentum=0.5)
-        scheduler = scheduled(optimizer)
-        batches = [(torch.randn(3, 4), torch.tensor([0, 1, 1])) for _ in range(3)]
-        cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=steps))
-        Trainer(model, cfg, train_loader=batches, optimizer=optimizer, lr_scheduler=scheduler).fit()
+def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path, scheduled, as_lr):
+    def optimized(parameters):
+        return torch.optim.RMSprop(parameters, lr=as_lr(0.0625), momentum=0.5)
 
-    run(tmp_path / "whole", 6)
-    for steps in (1, 3, 4, 6):
-        run(tmp_path / "parts", steps)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    rates = [record["learning_rate"] for record in read_jsonl(tmp_path / "parts" / "metrics.jsonl")]
+    rates = rates_of_a_run_in_parts(tmp_path, optimized, scheduled)
     assert rates == [0.0625, 0.0625, 0.03125, 0.03125, 0.015625, 0.015625]
 
 
 def test_numbers_of_optimizer_and_scheduler_that_are_tensors_resume_to_the_bit(tmp_path):
-    def run(run_dir: Path, steps: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.Adam(
-            model.parameters(),
-            lr=torch.tensor(0.1),
-            betas=(torch.tensor(0.9), torch.tensor(0.999)),
-            foreach=False,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        batches = [(torch.randn(3, 4), torch.tensor([0, 1, 1])) for _ in range(3)]
-        cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=steps))
-        Trainer(model, cfg, train_loader=batches, optimizer=optimizer, lr_scheduler=scheduler).fit()
+    def optimized(parameters):
+        betas = torch.tensor(0.9), torch.tensor(0.999)
+        return torch.optim.Adam(parameters, lr=torch.tensor(0.1), betas=betas, foreach=False)
 
-    run(tmp_path / "whole", 6)
-    for steps in (1, 3, 4, 6):
-        run(tmp_path / "parts", steps)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    both = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
-    rates, of_parts = ([record["learning_rate"] for record in records] for records in both)
-    assert rates == of_parts
+    def scheduled(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+    rates_of_a_run_in_parts(tmp_path, optimized, scheduled)
 
 
 def go_on(
