@@ -25,9 +25,10 @@ _OPERATORS = """
     _foreach_add _foreach_div _foreach_mul _foreach_norm _foreach_sqrt abs add addcdiv
     addcmul amax amin cat clamp cos div eq erf exp expm1 fill ge gt le linalg.vector_norm log log1p
     log_softmax logical_and logical_not lt masked_fill maximum mean minimum mul ne neg
-    nn.functional.dropout nn.functional.gelu nn.functional.layer_norm nn.functional.linear
-    nn.functional.mse_loss nn.functional.relu nn.functional.silu reciprocal rsqrt sigmoid sin softmax sqrt
-    stack sub sum tanh to where zero_ zeros_like
+    nn.functional.dropout nn.functional.embedding nn.functional.gelu nn.functional.layer_norm
+    nn.functional.linear nn.functional.mse_loss nn.functional.nll_loss nn.functional.relu
+    nn.functional.silu reciprocal rsqrt sigmoid sin softmax sqrt stack sub sum tanh to where zero_
+    zeros_like
 """
 _OF_MANY_RANKS = {name for name in ALWAYS if name.startswith("tpu_collective::")}
 
@@ -103,7 +104,7 @@ def test_tracing_says_the_same_of_every_form():
                 traced = trace_entry(form, [(0, False)] * num_offsets(form))
             except NotLoweredError as error:
                 pytest.fail(f"{form.described()}: {error}")
-            assert not traced.bounds_checks
+            assert bool(traced.bounds_checks) == ALWAYS[name].has_bounds_checks
             assert ALWAYS[name].reads_precision or not traced.reads_precision
 
 
@@ -114,6 +115,19 @@ def test_tracing_says_the_same_of_every_form():
         "cat": lambda on: torch.cat([torch.ones(2, 3, device=on), torch.ones(2, device=on)]),
         "stack": lambda on: torch.stack([torch.ones(2, device=on), torch.ones(3, device=on)]),
         "linear": lambda on: F.linear(torch.ones(2, 3, device=on), torch.ones(4, 5, device=on)),
+        "embedding": lambda on: F.embedding(torch.ones(2, device=on), torch.ones(4, 5, device=on)),
+        "embedding of a vector": lambda on: F.embedding(
+            torch.ones(2, device=on, dtype=torch.int64), torch.ones(4, device=on)
+        ),
+        "loss": lambda on: F.nll_loss(
+            torch.ones(2, 3, device=on), torch.ones(3, device=on, dtype=torch.int64)
+        ),
+        "loss of weights": lambda on: F.nll_loss(
+            torch.ones(2, 3, device=on),
+            torch.ones(2, device=on, dtype=torch.int64),
+            torch.ones(4, device=on),
+        ),
+        "loss of numbers": lambda on: F.nll_loss(torch.ones(2, 3, device=on), torch.ones(2, device=on)),
         "mean": lambda on: torch.ones(2, device=on, dtype=torch.int64).mean(0),
         "log_softmax": lambda on: torch.ones(2, device=on, dtype=torch.int64).log_softmax(0),
         "vector_norm": lambda on: torch.linalg.vector_norm(torch.ones(0, device=on), float("inf")),
@@ -126,7 +140,7 @@ def test_wrong_arguments_are_refused_at_the_call(name, call):
     """Not where the program is compiled: no lowering is asked before that."""
     messages = []
     for place in "cpu", "tpu":
-        with pytest.raises((RuntimeError, NotImplementedError, IndexError)) as caught:
+        with pytest.raises((RuntimeError, NotImplementedError, IndexError, ValueError)) as caught:
             call(place)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]

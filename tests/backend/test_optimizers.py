@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from tpu_backend import _C
+from tpu_backend.runtime import segment
+from tpu_backend.runtime.lists import list_length
 from tpu_backend.runtime.signature import signature
 
 STEPS = 3
@@ -101,6 +103,26 @@ def test_the_default_form_of_adam_is_one_operation(kind, capturable):
     counts = [optimizer.state[parameter]["step"] for parameter in parameters]
     assert [count.item() for count in counts] == [2] * 5
     assert {count.device.type for count in counts} == {"tpu" if capturable else "cpu"}
+
+
+def test_elements_of_lists_that_differ_in_size_alone_are_traced_once(monkeypatch):
+    traced, trace = {}, segment._traced
+
+    def noted(entry):
+        traced[entry.name] = list_length(entry)
+        return trace(entry)
+
+    monkeypatch.setattr(segment, "_traced", noted)
+    sizes = [(13,), (14, 5), (17, 2), (1,)]
+    parameters = [nn.Parameter(torch.ones(each, device="tpu")) for each in sizes]
+    parameters.append(nn.Parameter(torch.ones(13, device="tpu", dtype=torch.bfloat16)))
+    optimizer = torch.optim.AdamW(parameters)
+    for _ in range(2):
+        _ops_of_a_step(optimizer, parameters)
+    some = [torch.ones(each, device="tpu") for each in (*sizes, 0)]
+    torch._foreach_add_(some, some, alpha=3)
+    assert traced["_fused_adamw"] == 2  # one of each dtype
+    assert traced["_foreach_add.List"] == 2  # and the empty one
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -114,8 +114,23 @@ def with_unlike_elements(entry: Signature) -> Signature:
         return entry
     kinds: dict[tuple[Any, ...], int] = {}  # and an element of each
     for element in range(length):
-        kinds.setdefault(kind_of(entry, element), element)
+        kinds.setdefault(_of_any_size(kind_of(entry, element)), element)
     return with_elements(entry, list(kinds.values()))
+
+
+def _of_any_size(kind: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The kind of an element, without the size of its tensors where all have one, nor where they lie: one of
+    another size is lowered alike. Scalars beside them stay scalars, and empty ones differ.
+    """
+    sizes = {item.sizes for item in kind if isinstance(item, TensorArg) and item.sizes}
+    if len(sizes) != 1 or 0 in next(iter(sizes)):
+        return kind
+    return tuple(
+        replace(item, base_dims=(), geometry=None, has_offset=False, sizes=(1,) * bool(item.sizes))
+        if isinstance(item, TensorArg)
+        else item
+        for item in kind
+    )
 
 
 def kind_of(entry: Signature, element: int) -> tuple[Any, ...]:
