@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import sys
@@ -35,6 +34,7 @@ from tpu_backend.runtime.causes import Cause, causes_of, remember
 from tpu_backend.runtime.chain import Chain, Link, planned, whole_link
 from tpu_backend.runtime.compiler_options import options_for, with_chains_compiled
 from tpu_backend.runtime.dtypes import stored_dtype
+from tpu_backend.runtime.freed_memory import given_back
 from tpu_backend.runtime.parts import grows_with_gradients
 from tpu_backend.runtime.program_key import environment, key_of_plan, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
@@ -390,14 +390,12 @@ def _compiled(
 ) -> Executable:
     """Has XLA compile a program, keeps it on disk, and gives it to other ranks."""
     is_kept = cache is not None or sharing.is_needed()
-    with jax.enable_x64(True), compiled_by_xla() if is_kept else nullcontext():
+    with jax.enable_x64(True), compiled_by_xla() if is_kept else nullcontext(), given_back:
         compiled = lowered.compile(compiler_options=with_chains_compiled(options, lowered, target))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)
     compile_log.record(tuple(names), time.perf_counter() - start, cause())
-    if time.perf_counter() - start > _LONG_COMPILATION:
-        _return_freed_memory()
     if is_kept:
         payload = _serialized(compiled) if are_storable(bounds_checks) else None
         header = header_of(jax.tree.leaves(lowered.out_info), bounds_checks, temporary_bytes)
@@ -414,16 +412,6 @@ def _compiled(
     if target.mesh is not None:
         execute, handlers = RankExecute(execute), []
     return Executable(execute, handlers, bounds_checks, compiled, from_disk=False, key=key)
-
-
-_LONG_COMPILATION = 1.0  # seconds
-
-
-def _return_freed_memory() -> None:
-    """Give what the compiler has freed back to the system. glibc keeps it: hundreds of MB after a step."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 class RankExecute:

@@ -1,0 +1,40 @@
+"""What the compiler has freed goes back to the system once no thread compiles.
+
+glibc keeps it, hundreds of MB after a step; and the next compilation asks for as much again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+
+class _GivenBack:
+    """Entered by each compilation; the last one out gives back, if they took long together."""
+
+    _LONG = 1.0  # seconds
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_compiling = 0
+        self._seconds = 0.0  # of compilations since
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_compiling += 1
+            self._seconds -= time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._num_compiling -= 1
+            self._seconds += time.perf_counter()
+            if self._num_compiling or self._seconds < self._LONG:
+                return
+            self._seconds = 0.0
+        if self._trim is not None:
+            self._trim(0)
+
+
+given_back = _GivenBack()
