@@ -6,7 +6,14 @@ from os import PathLike, fspath
 
 from tputrain.callbacks.config import CallbacksConfig
 from tputrain.checkpoint.store import CheckpointConfig
-from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice, expect_types
+from tputrain.config_checks import (
+    Settings,
+    expect,
+    expect_above,
+    expect_at_least,
+    expect_choice,
+    expect_types,
+)
 from tputrain.device import DEVICES
 from tputrain.duration import Duration
 from tputrain.execution import ExecutionConfig
@@ -19,7 +26,7 @@ from tputrain.watchdog import WatchdogConfig
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(Settings):
     """The training loop itself."""
 
     steps: int = 1000
@@ -82,7 +89,7 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Settings):
     """Everything the Trainer is told. `tputrain.recipe.RecipeConfig` adds the model and the data."""
 
     seed: int = 0

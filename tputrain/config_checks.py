@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from numbers import Real
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from tputrain.errors import UserError
 
@@ -16,6 +16,23 @@ def expect(holds: bool, key: str, value: object, expected: str) -> None:
     if not holds:
         on_one_line = " ".join(spelled(value).split())
         raise UserError(f"{key}={on_one_line}: expected {expected}")
+
+
+class Settings:
+    """Base of a dataclass of settings: UserError, one line, for a misspelt one in Python, as in a recipe."""
+
+    def __new__(cls, *values: Any, **settings: Any) -> Self:
+        expect_known(cls, settings)
+        return super().__new__(cls)
+
+
+def expect_known(kind: Any, settings: Collection[str]) -> None:
+    """The dataclass `kind` has all of these settings."""
+    known = [entry.name for entry in fields(kind)]
+    for name in settings:
+        if name not in known:
+            hint = did_you_mean(nearest(name, known))
+            raise UserError(f"{kind.__name__}: {name}: no such setting; it has {', '.join(known)}{hint}")
 
 
 def spelled(value: object) -> str:

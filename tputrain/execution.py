@@ -12,7 +12,7 @@ from torch import nn
 
 from tputrain import device as devices
 from tputrain.announce import say
-from tputrain.config_checks import expect, expect_at_least, expect_choice
+from tputrain.config_checks import Settings, expect, expect_at_least, expect_choice
 from tputrain.models.recompute import offloads
 
 FORMS = ("debug", "strict", "fused", "compile", "captured")
@@ -25,7 +25,7 @@ _OPTIONS: dict[str, Any] = {"dynamic": False, "recompile_limit": _RECOMPILE_LIMI
 
 
 @dataclass(frozen=True)
-class ExecutionConfig:
+class ExecutionConfig(Settings):
     """How each phase executes on the tpu device.
 
     - debug: an operation at a time, waiting for each.

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
-from tputrain.config_checks import expect_choice, spelled
+from tputrain.config_checks import expect_choice, expect_known, spelled
 from tputrain.errors import UserError
 
 
@@ -42,6 +42,7 @@ class Family:
         for key, value in settings.items():
             if key not in keys_of(kind) and (owners := cls.owners(key)):
                 raise foreign(f"{cls.group}.{key}", spelled(value), f"{cls.group}.{by}={named}", owners)
+        expect_known(kind, settings)
         return super().__new__(kind)  # a kind of this family
 
     @classmethod

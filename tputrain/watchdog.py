@@ -20,7 +20,7 @@ import torch
 
 from tputrain import device as devices
 from tputrain.announce import warn
-from tputrain.config_checks import expect_above
+from tputrain.config_checks import Settings, expect_above
 from tputrain.errors import RunFailedError
 from tputrain.hang_report import report_hang
 from tputrain.heartbeat import ENDED, FAILED, write_heartbeat
@@ -45,7 +45,7 @@ _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy")
 
 
 @dataclass(frozen=True)
-class WatchdogConfig:
+class WatchdogConfig(Settings):
     """How long a phase of a run may take before the run counts as hanging, and is ended."""
 
     enabled: bool = True

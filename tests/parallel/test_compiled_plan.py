@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ from tputrain.parallel.memory_model import Memory
 from tputrain.parallel.step_schedule import KINDS, Origin, Schedule, Spent, schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning import compiled_step
-from tputrain.planning.abstract_step import LOSS, ONCE
+from tputrain.planning.abstract_step import LOSS, ONCE, AbstractStep
 from tputrain.planning.compiled_step import DoesNotFitError, shorten
 from tputrain.planning.peak import Buffer, Peak
 from tputrain.signals import Terminated
@@ -717,6 +718,26 @@ def test_ctrl_c_does_not_wait_for_the_compiler() -> None:
         signal.signal(signal.SIGINT, handler)
         never.set()
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("num_segments", [1, 3])
+def test_a_step_of_several_programs_is_noted(num_segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slices:
+        def compile_for(self, *_: Any, **__: Any) -> Any:
+            return SimpleNamespace(as_text=str)
+
+    found = AbstractStep({}, num_segments, 1.0)
+    monkeypatch.setattr(compiled_step, "abstract_step", lambda *_: found)
+    monkeypatch.setattr(compiled_step, "_figures", lambda *_: (defaultdict(float), ()))
+    monkeypatch.setattr(compiled_step, "chips_by_rank", lambda _: [0])
+    monkeypatch.setattr(compiled_step, "peak_of", lambda _: Peak(0, "", ()))
+    monkeypatch.setattr(devices, "of_slices", Slices)
+    monkeypatch.setattr(devices, "program_of", str)
+    layout = Layout(Topology.parse(TOPOLOGY), ((1, 1, 2, 1), (1, 1, 2, 1)))
+    subject = compiled_step.Subject(partial(Deep, 1), RunConfig(), {}, layout)
+    notes = compiled_step._compiled(subject, compiled_step._depth(Deep(1))).notes
+    of_programs = ("the step is 3 programs: the figures are of the largest alone",)
+    assert notes == (of_programs if num_segments > 1 else ())
 
 
 @pytest.mark.parametrize("fits", [True, False])

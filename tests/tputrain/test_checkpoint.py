@@ -463,3 +463,13 @@ def test_what_cannot_be_kept_in_a_checkpoint_is_said_at_once_and_by_the_run_itse
     trainer.callbacks.append(Odd())
     with pytest.raises(UserError, match="state of callbacks and schedulers must be plain JSON"):
         trainer.fit()
+
+
+def test_a_dtype_that_no_checkpoint_holds_is_said_before_the_first_step(tmp_path):
+    model = nn.Linear(4, 2)
+    model.register_buffer("waves", torch.zeros(3, dtype=torch.complex128))
+    batches = [(torch.ones(3, 4), torch.tensor([0, 1, 1]))]
+    trainer = Trainer(model, RunConfig(device="cpu", run_dir=str(tmp_path)), train_loader=batches)
+    with pytest.raises(UserError, match=r"^waves is torch\.complex128, which a checkpoint .* cannot hold"):
+        trainer.fit()
+    assert trainer.step == 0

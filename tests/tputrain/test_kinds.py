@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tputrain import OptimConfig, ScheduleConfig, UserError
+from tputrain import OptimConfig, RunConfig, ScheduleConfig, TrainerConfig, UserError
 from tputrain.config_differences import changed_settings
 from tputrain.data import DataConfig
 from tputrain.models import ModelConfig
@@ -147,3 +147,20 @@ def test_making_a_configuration_touches_neither_disk_nor_network(monkeypatch):
     finally:
         watching = False
     assert watched == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (RunConfig, {"run_dirr": "runs/mine"}, r"^RunConfig: run_dirr: no such .*; did you mean run_dir\?$"),
+        (OptimConfig, {"bet1": 0.9}, r"^AdamWConfig: bet1: no such setting; .*; did you mean beta1\?$"),
+        (
+            TrainerConfig,
+            {"learning": 1},
+            r"^TrainerConfig: learning: no such .*; it has steps, .*every$",
+        ),
+    ],
+)
+def test_a_setting_misspelt_in_python_is_named_with_the_nearest(kind, settings, message):
+    with pytest.raises(UserError, match=message):
+        kind(**settings)

@@ -139,3 +139,20 @@ def test_a_label_out_of_range_names_its_step(form):
     with pytest.raises(UserError, match=r"^step 7: Target 7 is out of bounds.* in aten::.*loss.py") as caught:
         fit(classifier(), cfg, train_loader=loader)
     assert "\n" not in str(caught.value)
+
+
+def test_a_label_out_of_range_between_far_log_steps_names_them():
+    loader = [samples(6, seed) for seed in range(99)]
+    loader[6][1][2] = 7
+    cfg = config(steps=99, device="tpu", log=LogConfig(every=99))
+    with pytest.raises(UserError, match=r"^step \d+, or one since the last log step: Target 7 .* in aten::"):
+        fit(classifier(), cfg, train_loader=loader)
+
+
+def test_a_label_out_of_range_on_the_cpu_names_its_step_and_a_list_of_the_users_does_not():
+    loader = [samples(6, seed) for seed in range(3)]
+    loader[1][1][2] = 7
+    with pytest.raises(UserError, match=r"^step 2: Target 7 is out of bounds"):
+        fit(classifier(), config(steps=3, device="cpu"), train_loader=loader)
+    with pytest.raises(IndexError, match="list index out of range"):
+        fit(classifier(), config(device="cpu"), train_loader=loader, loss_fn=lambda output, target: [][0])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
 from tputrain.callbacks.monitored import MODES, Monitored
-from tputrain.config_checks import expect_choice
+from tputrain.config_checks import Settings, expect_choice
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
 
@@ -22,7 +22,7 @@ LINK = "best"
 
 
 @dataclass(frozen=True)
-class BestCheckpointConfig:
+class BestCheckpointConfig(Settings):
     """Which evaluation is the best."""
 
     metric: str | None = None

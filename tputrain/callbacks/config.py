@@ -7,10 +7,11 @@ from tputrain.callbacks.callback import Callback
 from tputrain.callbacks.early_stopping import EarlyStopping, EarlyStoppingConfig
 from tputrain.callbacks.profile_steps import ProfileConfig, ProfileSteps
 from tputrain.callbacks.time_limit import TimeLimit, TimeLimitConfig
+from tputrain.config_checks import Settings
 
 
 @dataclass(frozen=True)
-class CallbacksConfig:
+class CallbacksConfig(Settings):
     """All of them off by default: each is switched on by the first of its keys."""
 
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)

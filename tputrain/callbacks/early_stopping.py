@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
 from tputrain.callbacks.monitored import MODES, Monitored
-from tputrain.config_checks import expect_at_least, expect_choice
+from tputrain.config_checks import Settings, expect_at_least, expect_choice
 from tputrain.loggers.logger import Record
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _KEY = "callbacks.early_stopping"
 
 
 @dataclass(frozen=True)
-class EarlyStoppingConfig:
+class EarlyStoppingConfig(Settings):
     """When to give up."""
 
     patience: int | None = None

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from tputrain.announce import say, warn
 from tputrain.callbacks.callback import Callback
-from tputrain.config_checks import expect_at_least
+from tputrain.config_checks import Settings, expect_at_least
 from tputrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _KEY = "callbacks.profile"
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(Settings):
     """Which steps of a process are recorded, in the words of `torch.profiler.schedule`."""
 
     active: int | None = None

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
-from tputrain.config_checks import expect_at_least
+from tputrain.config_checks import Settings, expect_at_least
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(Settings):
     """The text written at evaluations."""
 
     prompt: str = "def "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
-from tputrain.config_checks import expect_above
+from tputrain.config_checks import Settings, expect_above
 
 if TYPE_CHECKING:
     from tputrain.trainer import Trainer
@@ -16,7 +16,7 @@ _KEY = "callbacks.time_limit"
 
 
 @dataclass(frozen=True)
-class TimeLimitConfig:
+class TimeLimitConfig(Settings):
     """How long a process may train."""
 
     minutes: float | None = None

@@ -21,7 +21,7 @@ from tputrain.checkpoint.integrity import (
 from tputrain.checkpoint.mirror import ABANDONED, Mirror, warn_not_copied
 from tputrain.checkpoint.pace import no_rest
 from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
-from tputrain.config_checks import expect, expect_at_least, expect_choice
+from tputrain.config_checks import Settings, expect, expect_at_least, expect_choice
 from tputrain.duration import seconds_of
 from tputrain.errors import UserError
 
@@ -36,7 +36,7 @@ Refused = Callable[[Path, str, Path], None]
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """When to save, how many to keep, and whether to go on where a run stopped."""
 
     every: int | str | None = 100

@@ -166,6 +166,15 @@ class Layout:
         return file, offset + first_row * self.tensors[name].bytes_a_row
 
 
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise UserError where safetensors files have no such numbers."""
+    if dtype not in _DTYPES:
+        raise UserError(
+            f"{name} is {dtype}, which a checkpoint (safetensors) cannot hold: give it another dtype, "
+            "complex128 by torch.view_as_real, or register the buffer with persistent=False"
+        )
+
+
 class TensorFiles:
     """The tensors of `stem` in a directory, in one file or in several: names, shapes, and any rows of them.
 
@@ -275,6 +284,7 @@ def _header(
     offset, offsets = 0, {}
     described: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for name, spec in tensors.items():
+        check_dtype(name, spec.dtype)
         offsets[name], offset = offset, offset + spec.num_bytes
         described[name] = {
             "dtype": _DTYPES[spec.dtype],

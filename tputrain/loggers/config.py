@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tputrain.config_checks import expect_above, expect_at_least, expect_choice
+from tputrain.config_checks import Settings, expect_above, expect_at_least, expect_choice
 from tputrain.loggers.console import console_logger
 from tputrain.loggers.jsonl import JsonlLogger
 from tputrain.loggers.logger import Logger
@@ -13,7 +13,7 @@ from tputrain.loggers.wandb import WandbConfig, WandbLogger
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Settings):
     """How often values are read from the device, how progress is shown, and who else hears of it."""
 
     every: int = 10

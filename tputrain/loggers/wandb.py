@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from tputrain.announce import say
-from tputrain.config_checks import expect_choice
+from tputrain.config_checks import Settings, expect_choice
 from tputrain.errors import UserError, first_line
 from tputrain.loggers.jsonl import EVALUATIONS, STEPS, read_jsonl
 from tputrain.loggers.logger import Logger, Record, expect_run_dir, numbers_of
@@ -24,7 +24,7 @@ _EVALUATED_AT = "evaluation/step"
 
 
 @dataclass(frozen=True)
-class WandbConfig:
+class WandbConfig(Settings):
     """Whether and how a run is sent to Weights & Biases."""
 
     mode: str = "off"

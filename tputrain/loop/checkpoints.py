@@ -12,6 +12,7 @@ from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.loop.run_state import RunState
 from tputrain.run_lock import RunLock, is_locked
+from tputrain.snapshot import contents
 from tputrain.snapshot.background import BackgroundWriter, Written
 from tputrain.snapshot.snapshot import Snapshot
 from tputrain.watchdog import SAVING, Watchdog
@@ -198,6 +199,8 @@ class Checkpoints:
 
         False where there is none, and it begins. Raises UserError where it must not go on.
         """
+        if self._store is not None:
+            contents.check_dtypes(self._trainer.model)  # before the first step, not at the first save
         goes_on, store, step = self._goes_on(), self._store, self.saved_at
         if store is not None and step is not None:
             self._with_mirror(store, lambda: store.copy_missed(step))

@@ -8,6 +8,7 @@ import torch
 
 from tputrain.announce import announced
 from tputrain.execution import Execution
+from tputrain.metrics.step_log import out_of_range_in
 from tputrain.signals import SignalWatch
 from tputrain.watchdog import FIRST_STEP, STEP, Watchdog
 
@@ -46,7 +47,9 @@ class FirstRuns:
 
         The first one gets its program, so it is announced and waited for.
         """
-        with self._rescued(is_new):
+        # A device tells of an earlier step, where many were not read yet.
+        which = f"step {number}" + ("" if self._device.type == "cpu" else ", or one since the last log step")
+        with self._rescued(is_new), out_of_range_in(which):
             if self._signals.received is not None:  # while the state was copied
                 yield False
                 return

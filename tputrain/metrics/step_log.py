@@ -1,5 +1,6 @@
 """The numbers of each step, kept on the device until a log step reads them all."""
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +15,10 @@ from torch import Tensor
 from tputrain import device as devices
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
+from tputrain.user_code import line_of
 
+# PyTorch's words on the CPU; the device's are followed by the operator.
+_OUT_OF_RANGE = re.compile(r"Target \S+ is out of bounds|index out of range in self|.*\n  in ")
 _PERCENTILES = (50, 90, 99)
 RECORDED = (
     "step",
@@ -56,17 +60,28 @@ class _Step:
     num_flops: int | None
 
 
-def _read(step: _Step) -> tuple[float, float]:
-    """Its loss and gradient norm. Raises UserError where an index in it was out of range, such as a label:
-    the device knows that only now, and tells it of the first step in which one was.
-    """
+@contextmanager
+def out_of_range_in(which: str) -> Iterator[None]:
+    """Raises UserError where an index in here was out of range, such as a label of the step `which`."""
     try:
-        return float(step.loss.item()), float(step.grad_norm.item())
+        yield
     except IndexError as error:
+        if _OUT_OF_RANGE.match(str(error)) is None:  # of a list in the user's Python
+            raise
+        line = line_of(error)
+        where = "" if line is None or "\n" in str(error) else f" at {line}"
         raise UserError(
-            f"step {step.step}: {error}; expected labels and ids below the sizes that the model has for "
-            "them: look at the batch of that step"
+            f"{which}: {error}{where}; expected labels and ids below the sizes that the model has for them: "
+            "look at the batch of that step"
         ) from None
+
+
+def _read(step: _Step) -> tuple[float, float]:
+    """Its loss and gradient norm. Raises UserError where an index in it was out of range: the device knows
+    that only now, and tells it of the first step in which one was.
+    """
+    with out_of_range_in(f"step {step.step}"):
+        return float(step.loss.item()), float(step.grad_norm.item())
 
 
 class StepLog:

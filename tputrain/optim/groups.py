@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from tputrain.config_checks import expect, expect_at_least, nearest
+from tputrain.config_checks import Settings, expect, expect_at_least, nearest
 from tputrain.errors import UserError
 
 
 @dataclass(frozen=True)
-class GroupConfig:
+class GroupConfig(Settings):
     """Settings for the parameters whose names match a pattern; what it leaves out stays as it was."""
 
     match: str = ""

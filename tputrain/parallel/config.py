@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from tputrain.config_checks import did_you_mean, expect, expect_at_least, nearest, spelled
+from tputrain.config_checks import Settings, did_you_mean, expect, expect_at_least, nearest, spelled
 from tputrain.errors import UserError
 from tputrain.parallel.cluster import hosts
 
@@ -70,7 +70,7 @@ def is_style(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Settings):
     """Degrees, whose product is the number of processes; one of them may be -1, which is the rest."""
 
     auto: bool = False

@@ -312,6 +312,8 @@ def _compiled(subject: Subject, depth: _Depth, growth: float = 1.0) -> _Compiled
     seconds = time.perf_counter() - began
     program = devices.program_of(compiled.as_text())
     figures, notes = _figures(compiled, program, layout, times)
+    if step.num_segments > 1:
+        notes += (f"the step is {step.num_segments} programs: the figures are of the largest alone",)
     figures["flops",] *= micro_batches / few
     most = peak_of(program)
     is_told = most.num_bytes > _LEAST_OF_PEAK * figures["temporaries",]

@@ -22,7 +22,7 @@ from tputrain.checkpoint.state import STATE as STATE
 from tputrain.checkpoint.state import load_state as load_state
 from tputrain.checkpoint.state import state_text as state_text
 from tputrain.checkpoint.state import write_state as write_state
-from tputrain.checkpoint.tensor_files import Layout, TensorFiles, TensorSpec, has_tensors
+from tputrain.checkpoint.tensor_files import Layout, TensorFiles, TensorSpec, check_dtype, has_tensors
 from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
@@ -57,6 +57,12 @@ def own_rows(tensors: Mapping[str, Rows]) -> dict[str, tuple[int, Tensor]]:
 def model_tensors(model: nn.Module) -> dict[str, Rows]:
     """Copies, on the host, of what model.safetensors holds; one that shares another's memory in full."""
     return {name: rows_of(tensor) for name, tensor in _plain_tensors(model)}
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Raise UserError where no checkpoint can hold one of the model's tensors."""
+    for name, tensor in tensors_of_plain_model(model).items():
+        check_dtype(name, tensor.dtype)
 
 
 def load_model(model: nn.Module, directory: Path) -> None:
