@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import compile_fx as inductor_of_pytorch
 
 pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
 
@@ -14,13 +15,14 @@ pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
 def inductor(monkeypatch):
     """The configurations with which inductor was called."""
     seen = []
-    call = torch._TorchCompileInductorWrapper.__call__
+    compile_fx = inductor_of_pytorch.compile_fx
 
-    def recorded(self, module, inputs, **given):
-        seen.append(dict(self.config))
-        return call(self, module, inputs, **given)
+    def recorded(module, inputs, config_patches=None, **given):
+        if config_patches is not None:  # else it calls itself
+            seen.append(dict(config_patches))
+        return compile_fx(module, inputs, config_patches=config_patches, **given)
 
-    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", recorded)
+    monkeypatch.setattr(inductor_of_pytorch, "compile_fx", recorded)
     return seen
 
 
@@ -34,7 +36,14 @@ def recorded_graphs() -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"mode": "max-autotune"}, {"options": {"epilogue_fusion": True}}, {"dynamic": True}],
+    [
+        {},
+        {"mode": "max-autotune"},
+        {"options": {"epilogue_fusion": True}},
+        {"dynamic": True},
+        {"backend": "inductor"},
+        {"backend": "inductor", "mode": "reduce-overhead"},
+    ],
     ids=str,
 )
 def test_tpu_tensors_are_compiled_by_xla_whatever_is_asked_of_inductor(options, inductor):
@@ -54,6 +63,7 @@ def test_a_graph_that_makes_its_own_tensors():
         ({}, {}),
         ({"mode": "default"}, {}),
         ({"mode": "reduce-overhead"}, {"triton.cudagraphs": True}),
+        ({"backend": "inductor", "mode": "reduce-overhead"}, {"triton.cudagraphs": True}),
         (
             {"options": {"epilogue_fusion": False, "max-autotune": True}},
             {"epilogue_fusion": False, "max_autotune": True},

@@ -33,7 +33,9 @@ RENAMED = {
 # Nor does it say which meshes of ranks there are, or let a backend be a group's default one: see
 # tpu_backend/distributed. Nor can a device choose an optimizer's form: see tpu_backend/torch_tpu/adam.py.
 # And it compares a device's number by itself: see tpu_backend/distributed/local_rank.py.
+# Inductor names its devices, and `backend="inductor"` asks no registry: see tpu_backend/compiled/dispatch.py.
 REPLACED = {
+    "torch._TorchCompileInductorWrapper.__call__",
     "torch._tensor_str._tensor_str",
     "torch.distributed.device_mesh.DeviceMesh.__init__",
     "torch.distributed.distributed_c10d._new_process_group_helper",

@@ -1,9 +1,11 @@
 """The backends that `torch.compile` finds: "tpu", and the default one, which goes by the device of a graph.
 
-By default graphs of tpu tensors go to XLA and all others to inductor, as before.
+By default and with `backend="inductor"`, graphs of tpu tensors go to XLA and all others to inductor, as
+before.
 
 PyTorch keeps its backends in `torch._dynamo.backends.registry`. Importing that takes a second, which
-`import torch` must not cost; so ours are entered when somebody imports it, as `torch.compile` does.
+`import torch` must not cost; so ours are entered when somebody imports it, as `torch.compile` does. The
+default is a function of ours, because for the name "inductor" `torch.compile` imports all of inductor.
 
 What differs from stock PyTorch where no tpu tensor is: a mode or an option that inductor does not know is
 refused at the first call, not by `torch.compile`.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -27,9 +30,10 @@ _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 
 def install() -> None:
-    """Enter both into PyTorch's registry, and let flex_attention take tpu tensors: now, or when they are
-    imported.
+    """Have inductor go by the device of a graph. Enter both backends into PyTorch's registry, and let
+    flex_attention take tpu tensors: now, or when they are imported.
     """
+    _let_inductor_go_by_device()
     after_import(_REGISTRY, _enter)
     after_import(_FLEX_ATTENTION, _allow_tpu)
 
@@ -42,18 +46,29 @@ def tpu(module: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Ca
 
 
 def by_device(module: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
-    """Our backend for a graph with a tpu tensor, else inductor with the mode or options given."""
-    if not _is_on_tpu(module, inputs):
-        inductor = torch._TorchCompileInductorWrapper(given.get("mode"), given.get("options"), None)
-        return inductor(module, inputs)
-    if given:
-        # It refuses, in PyTorch's words, what it does not know.
-        torch._TorchCompileInductorWrapper(given.get("mode"), given.get("options"), None)
-        log.info("torch.compile: %s is for inductor; on tpu XLA decides by itself", given)
-    return tpu(module, inputs)
+    """Inductor with the mode or options given, which refuses, in PyTorch's words, what it does not know; its
+    call takes our backend for a graph with a tpu tensor.
+    """
+    return torch._TorchCompileInductorWrapper(given.get("mode"), given.get("options"), None)(module, inputs)
 
 
 by_device.__name__ = "inductor"  # under which Dynamo's logs and repro scripts know it
+
+
+def _let_inductor_go_by_device() -> None:
+    """Have `backend="inductor"` do as the default backend does: Accelerate, for one, always names it."""
+    inductor = torch._TorchCompileInductorWrapper
+    of_pytorch = inductor.__call__
+
+    @wraps(of_pytorch)
+    def call(self: Any, module: torch.fx.GraphModule, inputs: Sequence[Any], **patches: Any) -> Any:
+        if not _is_on_tpu(module, inputs):
+            return of_pytorch(self, module, inputs, **patches)
+        if self.config:
+            log.info("torch.compile: %s is for inductor; on tpu XLA decides by itself", self.config)
+        return tpu(module, inputs)
+
+    inductor.__call__ = call  # type: ignore[method-assign, assignment]
 
 
 def _is_on_tpu(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
