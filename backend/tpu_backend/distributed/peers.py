@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from tpu_backend.distributed.absent import AbsentPeers
+from tpu_backend.distributed.service import notice_cut_off
 
 _RULE = "All ranks of a group must make the same calls in the same order"
 _PAUSE = 0.05  # seconds in which calls are gathered before they are told: nobody waits for them
@@ -45,6 +46,7 @@ class Peers:
         self._socket = socket.create_connection((host, port), timeout=60)
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        notice_cut_off(self._socket)
         self.last_call: tuple[str, int] | None = None  # of this rank: the group, and its number there
         self._unconfirmed: dict[str, int] = {}  # by group: a call that may not be compared yet
         self.has_raised = False  # this rank's newest calls: an error said that they did not end

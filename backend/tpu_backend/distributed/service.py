@@ -44,6 +44,12 @@ _ALIVE = (
 )
 
 
+def notice_cut_off(connection: socket.socket) -> None:
+    """Have a connection end where the other host is cut off or has lost its power."""
+    for level, option, value in _ALIVE:
+        connection.setsockopt(level, option, value)
+
+
 class Calls:
     """The collectives that the ranks of one group have called, by number."""
 
@@ -104,9 +110,7 @@ class Service:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank, regular = -1, False
-        connection = writer.get_extra_info("socket")
-        for level, option, value in _ALIVE:
-            connection.setsockopt(level, option, value)
+        notice_cut_off(writer.get_extra_info("socket"))
         try:
             while line := await reader.readline():
                 message = json.loads(line)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from tpu_backend.distributed.peers import Peers
+from tpu_backend.distributed.service import _ALIVE
 
 
 @contextmanager
@@ -36,6 +37,14 @@ def test_a_service_that_is_killed_while_it_writes_counts_as_ended():
     with rank_of(serve) as peers:
         failure = peers.wait_for_failure(10)
     assert failure == "the process that carries word between the ranks has ended"
+
+
+def test_the_host_of_the_service_is_noticed_within_a_minute_where_it_is_cut_off():
+    with rank_of(IO.read) as peers:
+        options = {name: peers._socket.getsockopt(level, name) for level, name, _ in _ALIVE}
+    assert options[socket.SO_KEEPALIVE] == 1
+    assert options[socket.TCP_KEEPIDLE] + options[socket.TCP_KEEPINTVL] * options[socket.TCP_KEEPCNT] == 60
+    assert options[socket.TCP_USER_TIMEOUT] == 60_000
 
 
 def test_calls_that_one_thread_waits_for_are_not_compared_yet_for_another():
