@@ -399,6 +399,22 @@ def test_results_of_one_replay_are_not_changed_by_the_next():
     assert len({result.data_ptr() for result in results}) == 6
 
 
+def test_a_copy_that_the_step_keeps_of_what_it_returns_is_the_new_one():
+    class Kept:
+        last = None
+
+    @torch.tpu.capture
+    def step(x):
+        y = x * 2
+        Kept.last = y.detach().clone()
+        return y
+
+    before = replays()
+    for number in range(6):
+        assert step(torch.tensor([float(number)], device="tpu")).item() == Kept.last.item() == 2 * number
+    assert replays() > before
+
+
 def test_autograd_is_told_that_a_replay_wrote():
     setup = Setup()
     step = torch.tpu.capture(setup.step)

@@ -79,6 +79,22 @@ def _makes_a_tensor(setup):
     return step
 
 
+def _keeps_what_it_returns(setup):
+    def step(inputs, labels):
+        setup.last = setup.step(inputs, labels)
+        return setup.last
+
+    return step
+
+
+def _returns_a_view_of_what_it_keeps(setup):
+    def step(inputs, labels):
+        setup.losses = [setup.step(inputs, labels)]
+        return setup.losses[0].view(1)
+
+    return step
+
+
 def _has_state_on_the_host(setup):
     setup.optimizer = torch.optim.AdamW([setup.model[-1].bias])
     return setup.step
@@ -101,6 +117,8 @@ def _has_state_on_the_host(setup):
         (_sets_the_rate, r"it changes SGD.param_groups\[0\]\['lr'\] itself"),
         (_counts, r"a number that aten::mul.*takes changes from call to call"),
         (_makes_a_tensor, r"it reads a tensor that it made on the host itself.*aten::add"),
+        (_keeps_what_it_returns, r"it returns a tensor that it also keeps .*: keep a copy, .*clone\(\)"),
+        (_returns_a_view_of_what_it_keeps, r"it returns a tensor that it also keeps"),
         (_has_state_on_the_host, r"'step' of AdamW is kept on the host"),
     ],
 )

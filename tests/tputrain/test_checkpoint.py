@@ -355,16 +355,19 @@ def test_a_full_disk_stops_no_training_and_costs_no_checkpoint(tmp_path, monkeyp
         verify(trainer.store.path(step))
     assert not list((tmp_path / "checkpoints").glob(".unfinished*"))
     said = capfd.readouterr().err
-    assert "step-6 NOT SAVED: No space left on device; training goes on" in said
+    assert "step-6 NOT SAVED: No space left on device; the next occasion tries again" in said
 
 
-def test_the_last_checkpoint_is_tried_twice_and_then_its_loss_is_an_error(tmp_path, monkeypatch):
+def test_the_last_checkpoint_is_tried_twice_and_then_its_loss_is_an_error(tmp_path, monkeypatch, capfd):
     Disk(monkeypatch, {14: 1})
     build(tmp_path / "once").fit()
     disk = Disk(monkeypatch, {14: 99})
     with pytest.raises(RunFailedError, match=r"step-14 cannot be saved \(No space left on device\): "):
         build(tmp_path / "always").fit()
     assert disk.tried[-3:] == [12, 14, 14]
+    assert (
+        capfd.readouterr().err.count("always/checkpoints/step-14 NOT SAVED") == 1
+    )  # the error says the rest
     assert max(CheckpointStore(tmp_path / "always" / "checkpoints").steps()) == 12
 
 

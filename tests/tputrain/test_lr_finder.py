@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -88,6 +89,25 @@ def test_a_sweep_takes_all_of_its_steps_with_a_step_of_ones_own():
         Explodes(), cfg, [torch.ones(3)], sweep=SweepConfig(1e-6, 1e-3, 20), step=Counted
     )
     assert len(sweep.losses) == Counted.num_taken == 20
+
+
+@pytest.mark.parametrize(
+    ("num_rates", "said"),
+    [
+        (100, r"lowest at learning rate 1\.\de-02 and rose after it: too high to train with"),
+        (50, "still fell at learning rate 9.3e-04, the last one: --highest may be larger"),
+    ],
+)
+def test_the_command_tells_a_loss_that_rose_from_one_that_still_falls(
+    num_rates, said, tmp_path, monkeypatch, capsys
+):
+    whole = a_sweep()
+    found = Sweep(whole.rates[:num_rates], whole.losses[:num_rates])
+    monkeypatch.setattr("tputrain.cli.lr_find.build_sweep", lambda cfg, chosen: found)
+    assert main(["lr-find", "digits", f"run_dir={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.search(said, lines[-3])
+    assert lines[-2].endswith(f"try optim.learning_rate={found.suggested:.1e} or less")
 
 
 def test_the_command_writes_its_findings_into_the_run_directory_and_changes_nothing_there(

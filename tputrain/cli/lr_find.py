@@ -28,9 +28,13 @@ def lr_find(recipe: str, overrides: list[str], chosen: SweepConfig) -> int:
     kept = {"suggested": suggested, "at_lowest_loss": sweep.at_lowest_loss, **_columns(sweep)}
     _write(directory / "lr-find.json", exact_json.dumps(kept, indent=1) + "\n")
     _write(directory / "lr-find.svg", figure(sweep))
-    say(f"the loss is lowest at {sweep.at_lowest_loss:.1e}, which is too high to train with")
-    say(f"it falls fastest at {suggested:.1e}: optim.learning_rate={suggested:.1e}")
-    say(f"curve    {directory / 'lr-find.svg'}, numbers in lr-find.json beside it")
+    lowest = sweep.at_lowest_loss
+    if lowest == sweep.rates[-1]:
+        say(f"the loss still fell at learning rate {lowest:.1e}, the last one: --highest may be larger")
+    else:
+        say(f"the loss was lowest at learning rate {lowest:.1e} and rose after it: too high to train with")
+    say(f"it fell fastest at learning rate {suggested:.1e}: try optim.learning_rate={suggested:.1e} or less")
+    say(f"curve: {directory / 'lr-find.svg'}; numbers: lr-find.json beside it")
     return 0
 
 
@@ -52,11 +56,11 @@ def _columns(sweep: Sweep) -> dict[str, list[float]]:
 
 
 def _show(sweep: Sweep) -> None:
-    say("learning rate      loss  smoothed")
+    say("learning rate      loss  smoothed loss")
     smoothed = sweep.smoothed
     stride = -(-len(sweep.rates) // _ROWS)
     for place in range(0, len(sweep.rates), stride):
-        say(f"{sweep.rates[place]:13.1e}  {sweep.losses[place]:8.4f}  {smoothed[place]:8.4f}")
+        say(f"{sweep.rates[place]:13.1e}  {sweep.losses[place]:8.4f}  {smoothed[place]:13.4f}")
 
 
 def _make(directory: Path) -> None:

@@ -67,12 +67,12 @@ class Checkpoints:
             self._writer.start(self._store, self._state.snapshot())
         self.saved_at, self._trainer.saved_seconds = self._trainer.step, self._trainer.seconds
 
-    def end(self) -> Written | None:
-        """Wait for the write in flight, if there is one."""
+    def end(self, is_last_try: bool = False) -> Written | None:
+        """Wait for the write in flight, if there is one; `is_last_try`: the caller says what fails."""
         if not self._writer.is_busy:
             return None
         with self._watchdog.phase(SAVING):
-            written = self._writer.finish(self._watchdog.go_on)
+            written = self._writer.finish(self._watchdog.go_on, is_last_try)
         if written.error is None:
             self._beginning = None
             self._when_saved(written.path)
@@ -94,7 +94,7 @@ class Checkpoints:
                 stack.enter_context(self.owned())
                 self.go_on_here()
             self.begin()
-            written = self.end()
+            written = self.end(is_last_try=True)
         assert written is not None
         if written.error is not None:
             raise RunFailedError(

@@ -48,9 +48,9 @@ class SharedWriter(BackgroundWriter):
         self._meeting = Meeting(store.directory / name, self._world.rank, self._world.size)
         super().start(store, snapshot)
 
-    def finish(self, is_alive: Callable[[], None] = no_rest) -> Written:
+    def finish(self, is_alive: Callable[[], None] = no_rest, is_last_try: bool = False) -> Written:
         finish = super().finish
-        written = self._world.first(lambda: finish(is_alive))
+        written = self._world.first(lambda: finish(is_alive, is_last_try))
         if not self._world.is_first:
             self._end_here()
         self._is_busy = self._has_ended = False

@@ -85,8 +85,9 @@ class BackgroundWriter:
             self._files_written.wait(_LONGEST_WAIT)
             self._files_written = None
 
-    def finish(self, is_alive: Callable[[], None] = no_rest) -> Written:
-        """Wait for the write in flight, and say what became of it; `is_alive` as in `wait`.
+    def finish(self, is_alive: Callable[[], None] = no_rest, is_last_try: bool = False) -> Written:
+        """Wait for the write in flight, and say what became of it, but for the failure of the last try, which
+        ends the run; `is_alive` as in `wait`.
 
         Raises what was raised in it, where that was not the disk's fault.
         """
@@ -98,10 +99,10 @@ class BackgroundWriter:
         assert written is not None
         if written.error is None:
             say(f"saved {written.path} in {written.seconds:.1f} s")
-        else:
+        elif not is_last_try:
             warn(
-                f"tputrain: {written.path} NOT SAVED: {written.error}; training goes on, and what was saved "
-                "before stays"
+                f"tputrain: {written.path} NOT SAVED: {written.error}; the next occasion tries again, "
+                "and what was saved before stays"
             )
         if written.mirror_error is not None:
             warn_not_copied(written.path, written.mirror_error)

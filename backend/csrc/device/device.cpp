@@ -251,7 +251,7 @@ c10::DeviceIndex Device::find(int index) const {
       " does not exist: ",
       count_ == 1 ? "there is one tpu device, tpu:0" : c10::str("there are ", static_cast<int>(count_), " tpu devices"),
       local_rank == nullptr
-          ? ""
+          ? "; so it is in each process of many: write \"tpu\", or set LOCAL_RANK in each, as torchrun does"
           : c10::str("; each process of a launcher has one, \"tpu\" or, by its LOCAL_RANK, \"tpu:", local_rank, "\""));
   return 0;
 }

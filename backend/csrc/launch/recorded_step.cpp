@@ -166,9 +166,12 @@ std::optional<Problem> RecordedStep::resolve(
   }
 
   std::unordered_map<uintptr_t, size_t> storage_at;
+  std::unordered_map<uintptr_t, size_t> num_returned;
   for (const auto& tensor : results) {
-    const size_t storage = storage_at.emplace(buffer_of(tensor)->address, storage_at.size()).first->second;
+    const uintptr_t address = buffer_of(tensor)->address;
+    const size_t storage = storage_at.emplace(address, storage_at.size()).first->second;
     results_.push_back({Geometry::of(tensor), storage});
+    ++num_returned[address];
   }
   num_storages_ = storage_at.size();
 
@@ -225,6 +228,14 @@ std::optional<Problem> RecordedStep::resolve(
         "it returns a tensor that was there before (an argument, a parameter, a sum), a copy of one, or one from the "
         "host",
         "read that one outside"};
+  }
+  for (const auto& tensor : results) {
+    if (tensor.storage().use_count() > num_returned[buffer_of(tensor)->address]) {
+      return Problem{
+          "it returns a tensor that it also keeps (in an attribute, a list, a .grad), where replays would not put "
+          "theirs",
+          "keep a copy, detach().clone(), or have the caller keep what is returned"};
+    }
   }
   if (targets_.empty()) {
     return Problem{"it computes nothing that is kept"};

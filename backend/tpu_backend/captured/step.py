@@ -213,12 +213,12 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
             problem = _finish(step, leaves, returned)
         finally:
             step.abandon()
+        problem = _problem_of_arguments(leaves, requires_grad) or problem
         now = [*reach.settings_of(optimizers), *on_cpu]
         if problem is None:
             problem = (
                 _problem_of_modules(modules, on_host)
                 or _problem_of_optimizers(optimizers, settings, numbers, now)
-                or _problem_of_arguments(leaves, requires_grad)
                 or _problem_of_gradients(leaves, step)
             )
         if problem is None:

@@ -84,10 +84,11 @@ def publish(key: str, header: dict[str, Any], payload: bytes) -> None:
 def give_up(key: str) -> None:
     """It cannot be shared, or did not compile: each rank compiles it."""
     if key in _leases:
-        _put(key, _GIVEN_UP)
+        with suppress(jax.errors.JaxRuntimeError):  # the service has ended, and the ranks hear of that
+            _put(key, _GIVEN_UP)
 
 
 def _put(key: str, whole: bytes) -> None:
-    _leases.remove(key)
     client: Any = distributed.global_state.client
-    client.key_value_set_bytes(f"tpu/program/{key}", whole)
+    client.key_value_set_bytes(f"tpu/program/{key}", whole, allow_overwrite=True)
+    _leases.remove(key)  # now: what could not be written is still to be given up

@@ -1,6 +1,12 @@
 """One rank compiles a program and the others load it; what all have loaded is not kept."""
 
+from typing import Any
+
+import pytest
+from jax._src import distributed
+
 from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
+from tpu_backend.distributed import sharing
 
 PROGRAMS = """
         from jax._src import distributed
@@ -45,3 +51,21 @@ def test_what_nobody_loads_is_bounded() -> None:
         dist.barrier()
     """
     assert_all_ended_well(run_ranks(PROGRAMS + script, 2))
+
+
+def test_a_program_that_cannot_be_published_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, bytes]] = []
+
+    class Client:
+        def key_value_set_bytes(self, key: str, value: bytes, **_: Any) -> None:
+            if value != sharing._GIVEN_UP:
+                raise ValueError("too large")
+            written.append((key, value))
+
+    monkeypatch.setattr(distributed.global_state, "client", Client())
+    monkeypatch.setattr(sharing, "_leases", {"key"})
+    with pytest.raises(ValueError, match="too large"):
+        sharing.publish("key", {}, b"program")
+    for _ in range(2):  # the second time there is nothing to give up
+        sharing.give_up("key")
+    assert written == [("tpu/program/key", sharing._GIVEN_UP)]
