@@ -40,7 +40,10 @@ def test_a_service_that_is_killed_while_it_writes_counts_as_ended():
 
 
 def test_the_host_of_the_service_is_noticed_within_a_minute_where_it_is_cut_off():
-    with rank_of(IO.read) as peers:
+    def serve(lines: IO[str]) -> None:
+        lines.read()  # until the rank has gone
+
+    with rank_of(serve) as peers:
         options = {name: peers._socket.getsockopt(level, name) for level, name, _ in _ALIVE}
     assert options[socket.SO_KEEPALIVE] == 1
     assert options[socket.TCP_KEEPIDLE] + options[socket.TCP_KEEPINTVL] * options[socket.TCP_KEEPCNT] == 60
