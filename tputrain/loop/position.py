@@ -27,7 +27,8 @@ class Position:
     saved_seconds: float
     """`seconds` at the last checkpoint; 0.0: there is none."""
     best: Record | None
-    """The evaluation with the lowest loss that is finite."""
+    """The evaluation with the lowest finite loss: its `step`, `loss` and what else it measured. By another
+    metric: the `step` and `best` of a BestCheckpoint."""
     evaluated_at: int | None
     """The step of the last evaluation that was not broken off."""
 
