@@ -156,3 +156,17 @@ def test_a_label_out_of_range_on_the_cpu_names_its_step_and_a_list_of_the_users_
         fit(classifier(), config(steps=3, device="cpu"), train_loader=loader)
     with pytest.raises(IndexError, match="list index out of range"):
         fit(classifier(), config(device="cpu"), train_loader=loader, loss_fn=lambda output, target: [][0])
+
+
+def test_class_weights_over_counted_labels_do_not_depend_on_micro_batches():
+    weight = torch.tensor([0.1, 1.0, 5.0])
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, weight, reduction="sum") / (target != -100).sum()
+
+    halves = [samples(6, seed) for seed in range(2)]
+    halves[1][1][:4] = -100
+    whole = [tuple(torch.cat(each) for each in zip(*halves, strict=True))]
+    expected = fit(classifier(), config(), train_loader=whole, loss_fn=weighted)
+    found = fit(classifier(), config(accumulate=2), train_loader=halves, loss_fn=weighted)
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
