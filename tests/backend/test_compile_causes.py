@@ -397,6 +397,25 @@ def test_many_lengths_are_warned_of_and_padding_them_helps():
     assert not texts
 
 
+def test_masks_of_many_counts_are_warned_of_and_weighing_by_the_mask_helps():
+    width = next(_widths)
+
+    def loss(n: int, mean: Callable[[Tensor, Tensor], Tensor]) -> float:
+        x = torch.ones(width, device="tpu", requires_grad=True)
+        value = mean(x * 7, (torch.arange(width) < n).to("tpu"))
+        value.backward()
+        return value.item()
+
+    num_programs, (text,) = programs_and_warnings(lambda n: loss(n + 9, lambda x, mask: x[mask].mean()), 12)
+    assert num_programs >= 12
+    assert "from x[mask], keep all of x and weigh it: (x * mask).sum() / mask.sum()" in text
+
+    weigh = lambda x, mask: (x * mask).sum() / mask.sum()  # noqa: E731
+    num_programs, texts = programs_and_warnings(lambda n: loss(n + 9, weigh), 12)
+    assert num_programs <= 2
+    assert not texts
+
+
 def test_layers_of_many_sizes_are_nothing_to_warn_of_and_a_loop_without_transfers_is():
     widths = [next(_widths) for _ in range(12)]
     layers = [nn.Linear(given, made) for given, made in itertools.pairwise(widths)]
