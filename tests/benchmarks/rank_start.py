@@ -87,7 +87,7 @@ def started(kind: str, world: int) -> Start:
     )
 
 
-def rows(rounds: int = 5) -> list[Row]:
+def rows(rounds: int = 8) -> list[Row]:
     starts: dict[tuple[str, int], list[Start]] = {("fsdp2", RANKS): [], ("fsdp2", 1): [], ("plain", 1): []}
     for _ in range(rounds):
         for (kind, world), found in starts.items():
