@@ -1,5 +1,6 @@
 #include "device/device.h"
 
+#include "device/own_number.h"
 #include "device/pinned.h"
 #include "python_error.h"
 
@@ -11,6 +12,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -21,6 +23,27 @@ namespace tpu {
 namespace {
 
 thread_local c10::DeviceIndex t_current = 0;
+
+constexpr int kNotOneOfMany = -2;
+constexpr int kNotNamed = -1;
+std::atomic<int> own_number{kNotOneOfMany};
+
+bool is_own_number(int index) {
+  if (const char* const local_rank = std::getenv("LOCAL_RANK")) {
+    return std::to_string(index) == local_rank;
+  }
+  int named = kNotNamed;
+  return own_number.compare_exchange_strong(named, index) || named == index;
+}
+
+// For the error that names a device that does not exist: what this process's device is called beside "tpu:0".
+std::string other_name() {
+  if (const char* const local_rank = std::getenv("LOCAL_RANK")) {
+    return c10::str("; each process of a launcher has one, \"tpu\" or, by its LOCAL_RANK, \"tpu:", local_rank, "\"");
+  }
+  const int named = own_number;
+  return named < 0 ? "" : c10::str("; this process has named it \"tpu:", named, "\" before");
+}
 
 // One process drives one device.  Known without Python and without starting anything: a CPU-only backward() asks for
 // it.
@@ -235,6 +258,11 @@ const at::Generator& Device::default_generator(c10::DeviceIndex device) {
   return generators_[find(device)];
 }
 
+void mark_as_one_of_many() {
+  int unmarked = kNotOneOfMany;
+  own_number.compare_exchange_strong(unmarked, kNotNamed);
+}
+
 c10::DeviceIndex Device::current() const {
   return t_current;
 }
@@ -243,16 +271,13 @@ c10::DeviceIndex Device::find(int index) const {
   if (index < count_) {
     return index < 0 ? t_current : static_cast<c10::DeviceIndex>(index);
   }
-  const char* const local_rank = std::getenv("LOCAL_RANK");
   TORCH_CHECK(
-      count_ == 1 && local_rank != nullptr && std::to_string(index) == local_rank,
+      count_ == 1 && is_own_number(index),
       "tpu:",
       index,
       " does not exist: ",
       count_ == 1 ? "there is one tpu device, tpu:0" : c10::str("there are ", static_cast<int>(count_), " tpu devices"),
-      local_rank == nullptr
-          ? ""
-          : c10::str("; each process of a launcher has one, \"tpu\" or, by its LOCAL_RANK, \"tpu:", local_rank, "\""));
+      other_name());
   return 0;
 }
 
