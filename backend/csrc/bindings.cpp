@@ -195,6 +195,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("device_count", [] { return static_cast<int>(tpu::Device::get().count()); });
   m.def("current_device", [] { return static_cast<int>(tpu::Device::get().current()); });
   m.def("find_device", [](int index) { return static_cast<int>(tpu::Device::get().find(index)); });
+  m.def("mark_as_one_of_many", [] { tpu::Device::get().mark_as_one_of_many(); });
   m.def("set_device", [](int device) { tpu::Device::get().set_current(static_cast<c10::DeviceIndex>(device)); });
   m.attr("WITHOUT_GRADIENTS") = tpu::kWithoutGradients;
   m.def("parts", [] { return static_cast<int>(tpu::parts()); });

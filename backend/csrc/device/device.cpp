@@ -11,6 +11,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -235,6 +236,29 @@ const at::Generator& Device::default_generator(c10::DeviceIndex device) {
   return generators_[find(device)];
 }
 
+void Device::mark_as_one_of_many() {
+  int unmarked = kNotOneOfMany;
+  own_number_.compare_exchange_strong(unmarked, kNotNamed);
+}
+
+bool Device::is_own_number(int index) const {
+  if (const char* const local_rank = std::getenv("LOCAL_RANK")) {
+    return std::to_string(index) == local_rank;
+  }
+  int named = kNotNamed;
+  return own_number_.compare_exchange_strong(named, index) || named == index;
+}
+
+// For the error that names a device that does not exist: what this process's device is called beside "tpu:0".
+std::string Device::other_name() const {
+  if (const char* const local_rank = std::getenv("LOCAL_RANK")) {
+    return c10::str("; each process of a launcher has one, \"tpu\" or, by its LOCAL_RANK, \"tpu:", local_rank, "\"");
+  }
+  const int named = own_number_;
+  return named < 0 ? "; so it is in each process of many: write \"tpu\", or set LOCAL_RANK in each, as torchrun does"
+                   : c10::str("; this process has named it \"tpu:", named, "\" before");
+}
+
 c10::DeviceIndex Device::current() const {
   return t_current;
 }
@@ -243,16 +267,13 @@ c10::DeviceIndex Device::find(int index) const {
   if (index < count_) {
     return index < 0 ? t_current : static_cast<c10::DeviceIndex>(index);
   }
-  const char* const local_rank = std::getenv("LOCAL_RANK");
   TORCH_CHECK(
-      count_ == 1 && local_rank != nullptr && std::to_string(index) == local_rank,
+      count_ == 1 && is_own_number(index),
       "tpu:",
       index,
       " does not exist: ",
       count_ == 1 ? "there is one tpu device, tpu:0" : c10::str("there are ", static_cast<int>(count_), " tpu devices"),
-      local_rank == nullptr
-          ? "; so it is in each process of many: write \"tpu\", or set LOCAL_RANK in each, as torchrun does"
-          : c10::str("; each process of a launcher has one, \"tpu\" or, by its LOCAL_RANK, \"tpu:", local_rank, "\""));
+      other_name());
   return 0;
 }
 

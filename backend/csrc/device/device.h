@@ -53,6 +53,8 @@ class Device {
   // The device that an index names; -1 names the current one.  Scripts for GPUs name it by LOCAL_RANK, so that is a
   // name of the one device of a launcher's process.
   c10::DeviceIndex find(int index) const;
+  // One of many processes without LOCAL_RANK, as after mp.spawn: the first number above 0 that it uses is its device's.
+  void mark_as_one_of_many();
   void set_current(c10::DeviceIndex device);
   void synchronize(c10::DeviceIndex device);
   // Hands over what was recorded; returns how many programs have been launched.
@@ -70,9 +72,16 @@ class Device {
   void clear_fallbacks();
 
  private:
+  static constexpr int kNotOneOfMany = -2;
+  static constexpr int kNotNamed = -1;
+
   Device();
+  bool is_own_number(int index) const;
+  std::string other_name() const;
+
   std::atomic<bool> initialized_{false};
   c10::DeviceIndex count_;
+  mutable std::atomic<int> own_number_{kNotOneOfMany};
   std::vector<std::unique_ptr<Stream>> streams_;
   std::vector<at::Generator> generators_;
   std::mutex fallback_mutex_;

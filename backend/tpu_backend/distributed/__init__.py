@@ -7,6 +7,7 @@ this process as one of many (`start.py`); each group is a `ProcessGroup` of csrc
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,12 @@ from tpu_backend.distributed import fsdp, grids, launched, local_rank
 
 def install() -> None:
     """Register the backend with torch.distributed, once somebody imports that."""
+    from tpu_backend import _C
+
     launched.mark()
+    if launched.is_spawned():
+        _C.mark_as_one_of_many()
+    os.register_at_fork(after_in_child=_C.mark_as_one_of_many)
     after_import("torch.distributed.distributed_c10d", _register)
     after_import("torch.distributed.device_mesh", grids.watch)
     after_import("torch.nn.parallel.distributed", local_rank.accept_in_ddp)

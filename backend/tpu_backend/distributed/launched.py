@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 
 _SAYING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 _MARK = "TPU_LAUNCHED_PROCESS"
@@ -36,6 +37,13 @@ def is_one_of_many() -> bool:
     if said is None or os.environ["WORLD_SIZE"] == "1":
         return False
     return os.environ.get(_MARK) == f"{os.getpid()} {said}"
+
+
+def is_spawned() -> bool:
+    """Whether multiprocessing has started this process, as `mp.spawn` does. While it imports the script,
+    `parent_process()` is still None.
+    """
+    return multiprocessing.parent_process() is not None or "--multiprocessing-fork" in sys.orig_argv
 
 
 def is_its(host: str, port: int) -> bool:

@@ -131,6 +131,8 @@ def _join(store: Any, rank: int, world_size: int, timeout: float, what: str) -> 
         from tpu_backend.runtime import moving
 
         moving.move_over(connect)
+    if world_size > 1:
+        _C.mark_as_one_of_many()
     peers.world = joining
 
 

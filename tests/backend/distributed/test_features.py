@@ -1,6 +1,6 @@
 """What torch.distributed has beside collectives, on two ranks in one launch: SyncBatchNorm, transfers that
-cross or come from any rank, ZeroRedundancyOptimizer, uninitialised buffers, uneven DTensors, AdamW of
-DTensors, FSDP2's first step in parts.
+cross or come from any rank, pipeline schedules, ZeroRedundancyOptimizer, uninitialised buffers, uneven
+DTensors, AdamW of DTensors, FSDP2's first step in parts.
 """
 
 import pytest
@@ -8,12 +8,13 @@ import pytest
 from tests.backend.distributed.ranks import Rank, assert_all_ended_well, run_ranks
 
 FEATURES = """
-    import time
+    import copy, time
     from collections import Counter
 
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -182,6 +183,37 @@ FEATURES = """
             assert "send and recv in a region" in str(error) and "all_to_all" in str(error), error
         else:
             raise AssertionError("not refused")
+
+    # ---- pipelines: each rank has one of two stages, and the batch goes through them in four parts
+
+    def pipeline(schedule_of):
+        torch.manual_seed(8)
+        stages = [nn.Sequential(nn.Linear(6, 16), nn.Tanh()), nn.Sequential(nn.Linear(16, 3), nn.Softplus())]
+        own = copy.deepcopy(stages[rank]).to("tpu")
+        stage = PipelineStage(own, rank, world, torch.device("tpu"))
+        schedule = schedule_of(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (*stages, own)]
+        compilations = []
+        for _ in range(5):
+            x, target, losses = torch.randn(8, 6), torch.randn(8, 3), []
+            if rank == 0:
+                schedule.step(x.to("tpu"))
+            else:
+                output = schedule.step(target=target.to("tpu"), losses=losses)
+            expected_output = stages[1](stages[0](x))
+            expected_loss = nn.functional.mse_loss(expected_output, target)
+            expected_loss.backward()
+            if rank == 1:
+                torch.testing.assert_close(output.cpu(), expected_output)
+                torch.testing.assert_close(torch.stack(losses).mean().cpu(), expected_loss)
+            for ours, theirs in zip(own.parameters(), stages[rank].parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-6)
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+            compilations.append(torch.tpu.compile_stats()["compilations"])
+        assert compilations[-1] == compilations[-2], compilations
+        assert torch.tpu.fallback_stats() == {}
 
     # ---- ZeroRedundancyOptimizer
 
@@ -411,6 +443,8 @@ FEATURES = """
         "a send that nobody waits for": a_send_that_nobody_waits_for,
         "many transfers in flight": many_transfers_in_flight,
         "transfers in a region are refused": transfers_in_a_region,
+        "GPipe": lambda: pipeline(ScheduleGPipe),
+        "1F1B": lambda: pipeline(Schedule1F1B),
         "ZeroRedundancyOptimizer": zero_redundancy_optimizer,
         "uninitialised buffers": lambda: uninitialised_buffers("eager"),
         "uninitialised buffers in a region": lambda: uninitialised_buffers("region"),

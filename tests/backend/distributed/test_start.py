@@ -86,6 +86,59 @@ def test_a_script_for_gpus_names_its_device_by_local_rank() -> None:
     assert_all_ended_well(run_ranks(script + textwrap.indent(ASSERTIONS, "    "), 2, prologue=""))
 
 
+NAMED_BY_RANK = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    def train(rank, port):
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        torch.accelerator.set_device_index(rank)
+        dist.init_process_group(rank=rank, world_size=2, device_id=torch.device("tpu", rank))
+        model = nn.Linear(2, 1, bias=False).to(rank)
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+        model(torch.full((3, 2), rank + 1.0, device=f"tpu:{rank}")).sum().backward()
+        assert model.module.weight.grad.tolist() == [[4.5, 4.5]]
+        import jax
+        assert jax.process_count() == jax.device_count() == 2 and jax.local_device_count() == 1
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        torch.multiprocessing.spawn(train, sys.argv[1:], nprocs=2)
+"""
+
+
+def test_processes_of_spawn_name_their_device_by_rank(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(NAMED_BY_RANK))
+    environment = {name: value for name, value in environment_of_ranks().items() if name != "LOCAL_RANK"}
+    ended = subprocess.run(
+        [sys.executable, str(script), str(free_port())],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_rank_without_local_rank_has_the_number_that_it_names_first() -> None:
+    script = """
+        del os.environ["LOCAL_RANK"]
+        assert torch.ones(2).to(rank).device == torch.ones(2, device=f"tpu:{rank}").device
+        if rank == 1:
+            try:
+                torch.ones(2, device="tpu:5")
+            except RuntimeError as error:
+                assert 'tpu:5 does not exist: ' in str(error)
+                assert 'this process has named it "tpu:1" before' in str(error)
+            else:
+                raise AssertionError("a second number")
+    """
+    assert_all_ended_well(run_ranks(textwrap.indent(textwrap.dedent(script), "    "), 2))
+
+
 CHILDREN = """
     import multiprocessing, os, subprocess, sys
     import torch
