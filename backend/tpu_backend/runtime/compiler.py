@@ -245,9 +245,7 @@ def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
     causes = causes_of(descriptions, current_mode())
     for description in filter(serving.may_be_padded, descriptions):
         serving.note(description)  # first: what grows shows in all of them
-    pairs = list(zip(descriptions, causes, strict=True))
-    pairs.sort(key=lambda each: -len(each[0]["tape"]))  # no thread is left with a long one at the end
-    for description, cause in pairs:
+    for description, cause in zip(descriptions, causes, strict=True):
         ahead.begin(description, partial(_compile, cause=repeat(cause).__next__))
     if waits:
         num_ops = sum(len(description["circumstances"]) for description in descriptions)
