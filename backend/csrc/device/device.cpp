@@ -11,7 +11,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>

@@ -6,6 +6,7 @@
 #include <ATen/core/Generator.h>
 #include <c10/core/GeneratorImpl.h>
 
+#include <atomic>
 #include <map>
 
 namespace tpu {

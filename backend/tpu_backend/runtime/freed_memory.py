@@ -1,6 +1,6 @@
-"""What the compiler has freed goes back to the system once no thread compiles.
+"""What the compiler has freed goes back to the system: glibc would keep it, hundreds of MB after a step.
 
-glibc keeps it, hundreds of MB after a step; and the next compilation asks for as much again.
+But not while a thread compiles, which would only ask for it again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import time
 
 
 class _GivenBack:
-    """Entered by each compilation; the last one out gives back, if they took long together."""
+    """Entered by each compilation. The last one that leaves gives back, if together they took long."""
 
     _LONG = 1.0  # seconds
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_compiling = 0
-        self._seconds = 0.0  # of compilations since
+        self._seconds = 0.0  # of compilations, since it gave back
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def __enter__(self) -> None:
