@@ -65,11 +65,13 @@ def _record_what_the_database_has_not() -> None:
         F.cross_entropy(x.reshape(30, 4), torch.zeros(30, dtype=torch.int64, device="tpu")).backward()
 
 
-def _is_empty_or_resized(form: Signature) -> bool:
-    """Whether it is traced, or never run: a tensor for its result gets another size first."""
+def _is_traced_or_never_run(form: Signature) -> bool:
+    """Empty tensors are traced. Never run: lists on two devices, which PyTorch takes one by one, and a tensor
+    for the result that gets another size first.
+    """
     is_empty = any(0 in tensor.sizes for tensor in form.tensors())
     made = [output for output in form.outputs if output.computed is not None]
-    return is_empty or any(output.computed.shape != output.sizes for output in made)
+    return is_empty or not form.outputs or any(output.computed.shape != output.sizes for output in made)
 
 
 def _forms() -> dict[str, list[Signature]]:
@@ -80,7 +82,7 @@ def _forms() -> dict[str, list[Signature]]:
             form = signature(number)
         except IndexError:
             break
-        if form.name in ALWAYS and not _is_refused(form) and not _is_empty_or_resized(form):
+        if form.name in ALWAYS and not _is_refused(form) and not _is_traced_or_never_run(form):
             found[form.name].append(form)
     return found
 
