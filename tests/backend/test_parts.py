@@ -88,6 +88,23 @@ def test_more_layers_take_no_more_programs_and_no_longer_ones():
     assert longest_of_many <= longest_of_few
 
 
+def test_steps_whose_gradients_are_accumulated_are_cut_at_their_layers_too():
+    model = model_of(12, width=18).to("tpu")
+    inputs, labels = torch.randn(6, 18), torch.randint(4, (6,))
+    before = compilations()
+    with torch.tpu.eager_mode("fused", parts="always"):
+        for _ in range(5):
+            F.cross_entropy(model(inputs.to("tpu")), labels.to("tpu")).backward()
+        torch.tpu.flush()
+    compiled = torch.tpu.compilations()[before - compilations() :]
+    accumulated = [parameter.grad.cpu() for parameter in model.parameters()]
+    assert max(len(each.operations) for each in compiled) < 120  # a block has 17, and 33 backward
+    model.zero_grad()
+    (5 * F.cross_entropy(model(inputs.to("tpu")), labels.to("tpu"))).backward()
+    for parameter, found in zip(model.parameters(), accumulated, strict=True):
+        torch.testing.assert_close(found, parameter.grad.cpu(), rtol=1e-4, atol=1e-6)
+
+
 def test_the_optimizers_lists_are_taken_apart_by_layers():
     before = compilations()
     with torch.tpu.eager_mode("fused", parts="always"):

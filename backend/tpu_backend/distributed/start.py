@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,10 @@ from tpu_backend.distributed import launched, libtpu_environment, peers
 from tpu_backend.distributed.libtpu_environment import Place
 
 _SERVICE = Path(__file__).with_name("service.py")
-_LOOK = 1.0  # seconds between two looks at who has come
+_FIRST_PAUSE = (
+    0.02  # seconds between the first two looks at who has come; a tenth more before each later one,
+)
+_LONGEST_PAUSE = 1.0  # so that many ranks do not keep the store busy
 _SAID_AFTER = 10.0  # seconds of waiting for the others
 
 first_use = ""
@@ -142,21 +144,18 @@ def _wait_for(
     """Return when the store has these keys, one a rank. Says who is waited for; raises RuntimeError at the
     deadline.
     """
-    said_at = time.monotonic() + _SAID_AFTER
-    while True:
-        try:
-            store.wait(keys, timedelta(seconds=_LOOK))
-            return
-        except RuntimeError:  # a store's own word for it; one that has broken raises again in the next line
+    say_at, pause = time.monotonic() + _SAID_AFTER, _FIRST_PAUSE
+    while not store.check(keys):  # `store.wait` lets no Ctrl-C in, and PyTorch prints each of its timeouts
+        if (now := time.monotonic()) > min(say_at, deadline):
             missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        if not missing:
-            return
-        named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what}: {named} did not come within {timeout:.0f} s")
-        if said_at and time.monotonic() > said_at:
-            said_at = 0.0
-            print(f"tpu: {what}: waiting for {named}", file=sys.stderr, flush=True)
+            named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            if missing and now > deadline:
+                raise RuntimeError(f"{what}: {named} did not come within {timeout:.0f} s")
+            if missing:
+                print(f"tpu: {what}: waiting for {named}", file=sys.stderr, flush=True)
+            say_at = deadline
+        time.sleep(pause)
+        pause = min(1.1 * pause, _LONGEST_PAUSE)
 
 
 def _address_of_this_host(store: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,8 +190,11 @@ class _Planner:
         for repeat in find_repeats(words, self._crossing[begin : end + 1], _SHORTEST_REPEAT):
             self._note(repeat, 1)
             self._add_single(done, begin + repeat.begin)
-            for first, last in repeat.stretches():
-                self._add(begin + first, begin + last)
+            stretch = words[repeat.begin :][: repeat.length]
+            cuts = _cuts_inside(stretch, self._crossing[begin + repeat.begin :])
+            for first, _ in repeat.stretches():
+                for start, stop in pairwise(cuts):
+                    self._add(begin + first + start, begin + first + stop)
             done = begin + repeat.end
         self._add_single(done, end)
 
@@ -215,6 +219,22 @@ class _Planner:
     def _add_elements(self, begin: int, end: int, first: int, last: int) -> None:
         if first < last:
             self._parts.append([Piece(place, first, last) for place in range(begin, end)])
+
+
+def _cuts_inside(words: np.ndarray, cost: np.ndarray) -> list[int]:
+    """Where a stretch that is repeated is cut again, from 0 to its end: where most of it is repeats, as the
+    layers in each of the steps whose gradients are accumulated.
+    """
+    repeats = find_repeats(words, cost[: len(words) + 1], _SHORTEST_REPEAT)
+    num_saved = sum(repeat.saved for repeat in repeats)
+    times = max((repeat.times for repeat in repeats), default=0)
+    if times < _FEWEST_TIMES or num_saved < max(_FEWEST_SAVED, len(words) // 2):
+        return [0, len(words)]
+    cuts = {0, len(words)}
+    for repeat in repeats:
+        inside = _cuts_inside(words[repeat.begin :][: repeat.length], cost[repeat.begin :])
+        cuts.update(first + cut for first, _ in repeat.stretches() for cut in inside)
+    return sorted(cuts)
 
 
 def order_with_late_gathers(tape: Tape) -> Sequence[int]:
