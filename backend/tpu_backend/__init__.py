@@ -86,12 +86,21 @@ def register() -> None:
             "uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only one of the two"
         )
     _find_extension()
-    from tpu_backend import _C, distributed, dropout_attention, pickling, printing, torch_tpu
+    from tpu_backend import (
+        _C,
+        distributed,
+        dropout_attention,
+        pickling,
+        printing,
+        recurrent_layers,
+        torch_tpu,
+    )
     from tpu_backend.compiled import dispatch
     from tpu_backend.torch_tpu import adam, optimizer_steps
 
     backend_registration.rename_privateuse1_backend("tpu")
     _C.register_device()
+    recurrent_layers.register()
     dropout_attention.register()  # a plan calls it with tensors without values, and never uses the device
     torch._register_device_module("tpu", torch_tpu)
     backend_registration.generate_methods_for_privateuse1_backend(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -69,13 +70,105 @@ def _layer(module: nn.Module, x: Tensor, *states: Tensor) -> Any:
     return module(x, states if isinstance(module, nn.LSTM) else states[0])
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+class Relu(nn.RNN):
+    def __init__(self, *sizes: int, **options: Any):
+        super().__init__(*sizes, nonlinearity="relu", **options)
+
+
+KINDS = [nn.LSTM, nn.GRU, nn.RNN, Relu]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_layer_matches_the_cpu(kind: type[nn.Module], options: dict[str, Any]) -> None:
     shape = (BATCH, LENGTH, INPUT) if options.get("batch_first") else (LENGTH, BATCH, INPUT)
     num_states = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
     module = _seeded(kind, INPUT, HIDDEN, **options)
     _assert_same(module, [_random(*shape), *_states(kind, num_states)], _layer)
+
+
+@pytest.mark.parametrize("options", [{"proj_size": 2}, {"dropout": 0.5, "num_layers": 2}])
+def test_layer_in_evaluation_matches_the_cpu(options: dict[str, Any]) -> None:
+    module = _seeded(nn.LSTM, INPUT, HIDDEN, **options).eval()
+    _assert_same(module, [_random(LENGTH, BATCH, INPUT)], lambda module, x: module(x))
+
+
+def test_a_sequence_without_a_batch_and_an_empty_batch() -> None:
+    module = _seeded(nn.GRU, INPUT, HIDDEN)
+    _assert_same(module, [_random(LENGTH, INPUT)], lambda module, x: module(x))
+    assert copy.deepcopy(module).to("tpu")(torch.zeros(LENGTH, 0, INPUT).to("tpu"))[0].shape == (LENGTH, 0, 5)
+
+
+def test_dropout_between_layers_drops() -> None:
+    module = _seeded(nn.RNN, INPUT, 100, num_layers=2, dropout=1.0).to("tpu")
+    x = _random(LENGTH, BATCH, INPUT).to("tpu")
+    output = module(x)[0]
+    of_nothing = module.eval()(torch.zeros_like(x))[0]
+    first = [parameter for name, parameter in module.named_parameters() if name.endswith("l0")]
+    assert all(grad.abs().max() == 0 for grad in torch.autograd.grad(output.sum(), first))
+    assert output.shape == of_nothing.shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_longer_sequences_take_no_more_operations(kind: type[nn.Module]) -> None:
+    module = _seeded(kind, INPUT, HIDDEN, num_layers=2).to("tpu")
+    counts = []
+    for length in 3, 30:
+        torch.tpu.synchronize()
+        before = len(torch.tpu.compilations())
+        module(_random(length, BATCH, INPUT).to("tpu"))[0].sum().backward()
+        torch.tpu.synchronize()
+        counts.append(sum(len(each.operations) for each in torch.tpu.compilations()[before:]))
+        module.zero_grad()
+    assert 0 < counts[0] < 40
+    assert counts[0] == counts[1]
+
+
+def test_inference_mode_and_no_grad_match_the_cpu() -> None:
+    module, x = _seeded(nn.LSTM, INPUT, HIDDEN, bidirectional=True), _random(LENGTH, BATCH, INPUT)
+    expected = _tensors(module(x))
+    module = module.to("tpu")
+    for context in torch.inference_mode, torch.no_grad:
+        with context():
+            found = [each.cpu() for each in _tensors(module(x.to("tpu")))]
+        torch.testing.assert_close(found, [each.detach() for each in expected], rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_gives_16_bits_near_float32() -> None:
+    module, x = _seeded(nn.LSTM, INPUT, HIDDEN), _random(LENGTH, BATCH, INPUT)
+    expected = module(x)[0]
+    module = module.to("tpu")
+    with torch.autocast("tpu"):
+        actual = module(x.to("tpu"))[0]
+    actual.float().sum().backward()
+    assert actual.dtype == torch.bfloat16
+    assert module.weight_hh_l0.grad.dtype == torch.float32
+    torch.testing.assert_close(actual.float().cpu(), expected, rtol=0.05, atol=0.02)
+
+
+def test_torch_func_goes_through_the_composite() -> None:
+    module, x = _seeded(nn.GRU, INPUT, HIDDEN), _random(LENGTH, BATCH, INPUT)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, parameters, (x,))[0].square().sum()
+
+    parameters = {name: each.detach() for name, each in module.named_parameters()}
+    expected = torch.func.grad(loss)(parameters, x)
+    moved = {name: each.to("tpu") for name, each in parameters.items()}
+    module = module.to("tpu")
+    for name, grad in torch.func.grad(loss)(moved, x.to("tpu")).items():
+        torch.testing.assert_close(grad.cpu(), expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivative_of_a_layer_matches_the_cpu(kind: type[nn.Module]) -> None:
+    def gradient(module: nn.Module, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, torch.tensor([1, 2, 2]), enforce_sorted=False)
+        loss = module(x)[0].square().sum() + module(packed)[0].data.square().sum()
+        return torch.autograd.grad(loss, x, create_graph=True)[0]
+
+    module = _seeded(kind, INPUT, HIDDEN, bidirectional=True)
+    _assert_same(module, [_random(LENGTH, BATCH, INPUT)], gradient)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
@@ -89,12 +182,50 @@ def test_lstm_cell_with_a_gradient_for_one_output_only(outputs: slice) -> None:
     _assert_same(module, [_random(BATCH, INPUT)], lambda module, x: module(x), outputs=outputs)
 
 
-def test_packed_sequence_matches_the_cpu() -> None:
-    def packed(module: nn.Module, x: Tensor) -> Any:
-        output, state = module(pack_padded_sequence(x, torch.tensor([1, 2, 2]), enforce_sorted=False))
-        return pad_packed_sequence(output)[0], state
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_packed_sequence_matches_the_cpu(kind: type[nn.Module], options: dict[str, Any]) -> None:
+    is_batch_first = options.get("batch_first", False)
 
-    _assert_same(_seeded(nn.LSTM, INPUT, HIDDEN), [_random(LENGTH, BATCH, INPUT)], packed)
+    def packed(module: nn.Module, x: Tensor) -> Any:
+        rows = pack_padded_sequence(x, torch.tensor([1, 2, 4]), is_batch_first, enforce_sorted=False)
+        output, state = module(rows)
+        return pad_packed_sequence(output, is_batch_first)[0], state
+
+    x = _random(4, BATCH, INPUT).transpose(0, int(is_batch_first)).contiguous()
+    _assert_same(_seeded(kind, INPUT, HIDDEN, **options), [x], packed)
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_packing_by_itself(device: str) -> None:
+    x = _random(BATCH, 4, 2, 3).to(device).requires_grad_()
+    packed = pack_padded_sequence(x, torch.tensor([3, 2, 2]), batch_first=True)
+    assert packed.batch_sizes.tolist() == [3, 3, 1]
+    padded, lengths = pad_packed_sequence(packed, batch_first=True, padding_value=-1, total_length=5)
+    assert lengths.tolist() == [3, 2, 2]
+    is_there = torch.arange(5) < lengths[:, None]
+    expected = torch.where(is_there[..., None, None], F.pad(x.cpu(), (0, 0, 0, 0, 0, 1)), -1)
+    torch.testing.assert_close(padded.cpu(), expected, rtol=0, atol=0)
+    numbers = pack_padded_sequence(torch.ones(2, 2, dtype=torch.int64, device=device), torch.tensor([2, 1]))
+    assert pad_packed_sequence(numbers)[0].tolist() == [[1, 1], [1, 0]]
+    (padded * 2).sum().backward()
+    assert torch.equal(x.grad.cpu(), (2.0 * is_there[:, :4, None, None]).expand(x.shape))
+    for lengths, message in (([3, 4, 2], "sorted"), ([3, 2, 0], "greater than 0"), ([3, 2], "length")):
+        with pytest.raises(RuntimeError, match=message):
+            pack_padded_sequence(x, torch.tensor(lengths), batch_first=True)
+
+
+def test_packed_sequences_of_as_many_rows_share_a_program() -> None:
+    module = _seeded(nn.LSTM, INPUT, HIDDEN, num_layers=2).to("tpu")
+    x = _random(BATCH, 5, INPUT).to("tpu")
+    before = None
+    for lengths in ([5, 3, 1], [5, 2, 2], [5, 3, 1]):
+        module(pack_padded_sequence(x, torch.tensor(lengths), batch_first=True))[1][0].sum().backward()
+        torch.tpu.synchronize()
+        module.zero_grad()
+        if before is None:
+            before = len(torch.tpu.compilations())
+    assert len(torch.tpu.compilations()) == before
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])

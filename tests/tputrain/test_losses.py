@@ -158,6 +158,17 @@ def test_a_label_out_of_range_on_the_cpu_names_its_step_and_a_list_of_the_users_
         fit(classifier(), config(device="cpu"), train_loader=loader, loss_fn=lambda output, target: [][0])
 
 
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_a_label_out_of_range_names_the_evaluation_or_the_step_before_it(device):
+    good, bad = samples(6, 0), samples(6, 1)
+    bad[1][2] = 7
+    cfg = config(steps=2, device=device, log=LogConfig(every=99), evaluate_first=False)
+    with pytest.raises(UserError, match=r"^evaluating at step 2: Target 7 is out of bounds"):
+        fit(classifier(), cfg, train_loader=[good, good], val_loader=[good, bad])
+    with pytest.raises(UserError, match=r"^step \d.*: Target 7 is out of bounds"):
+        fit(classifier(), cfg, train_loader=[good, bad], val_loader=[good])
+
+
 def test_class_weights_over_counted_labels_do_not_depend_on_micro_batches():
     weight = torch.tensor([0.1, 1.0, 5.0])
 

@@ -22,6 +22,7 @@ from tputrain.loggers.logger import Record
 from tputrain.loop.logged import means as means_of
 from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged, metric_value
 from tputrain.metrics.named import PERPLEXITY
+from tputrain.metrics.step_log import out_of_range_in
 from tputrain.models.sequence import sequence_split
 from tputrain.parallel.agreement import Agreement
 from tputrain.parallel.same_batches import given_alike
@@ -78,7 +79,7 @@ class Evaluator:
             what = f"evaluating {name}{' ' * bool(name)}at step {self.trainer.step}"
             kept = rng.kept(self.trainer.device, generators_of(loader))
             evaluating = self._evaluating(with_logits=bool(self.trainer.metrics))
-            with kept, self._watchdog.phase(EVALUATING), evaluating, announced(what):
+            with kept, self._watchdog.phase(EVALUATING), evaluating, announced(what), out_of_range_in(what):
                 result = self._measure_set(loader)
             if result is None:
                 return None

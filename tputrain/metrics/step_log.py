@@ -62,7 +62,7 @@ class _Step:
 
 @contextmanager
 def out_of_range_in(which: str) -> Iterator[None]:
-    """Raises UserError where an index in here was out of range, such as a label of the step `which`."""
+    """Raises UserError where an index in here was out of range, such as a label; `which` says what was done."""
     try:
         yield
     except IndexError as error:
@@ -71,8 +71,8 @@ def out_of_range_in(which: str) -> Iterator[None]:
         line = line_of(error)
         where = "" if line is None or "\n" in str(error) else f" at {line}"
         raise UserError(
-            f"{which}: {error}{where}; expected labels and ids below the sizes that the model has for them: "
-            "look at the batch of that step"
+            f"{which}: {error}{where}; expected labels and ids in its batches to be below the sizes that the "
+            "model has for them"
         ) from None
 
 

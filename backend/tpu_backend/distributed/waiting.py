@@ -21,7 +21,7 @@ from tpu_backend.untraced import untraced
 _LOOK = 0.05  # seconds between two looks at the other ranks
 _READ = "waiting for the device"
 _STUCK = 4.0  # seconds after an abort in which launches end, or the process does
-_GRACE = 1.0  # seconds in which a program that a peer has left ends by itself, or its cause comes to light
+_GRACE = 3.0  # seconds in which a program that a peer has left ends by itself, or its cause comes to light
 
 
 @untraced

@@ -1,6 +1,7 @@
-"""Recurrent cells: the fused pointwise half of a step of ``nn.LSTM`` and ``nn.GRU``, and its derivative.
+"""Recurrent cells: the fused pointwise half of a step of ``nn.LSTM`` and ``nn.GRU``, and its derivative; and
+layers of them, see `recurrent_layers.py`.
 
-PyTorch computes ``input @ W_ih.T`` and ``hidden @ W_hh.T`` itself and hands over the products as
+For a cell PyTorch computes ``input @ W_ih.T`` and ``hidden @ W_hh.T`` itself and hands over the products as
 ``input_gates`` and ``hidden_gates``; formulas and workspaces as in ATen/native/cuda/RNN.cu.
 For batch B and hidden size H
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.matmul import matmul
+from tpu_backend.lowering.registry import lowering, opmath
 
 
 @lowering("_thnn_fused_lstm_cell", promote="opmath")
@@ -73,6 +75,85 @@ def gru_cell_backward(grad_hy, workspace, has_bias):
         grad_input_gates.sum(0) if has_bias else None,
         grad_hidden_gates.sum(0) if has_bias else None,
     )
+
+
+@lowering("tpu::recurrent_layer")
+def recurrent_layer(gates, hx, cx, weight, bias, is_there, cell, reverse):
+    """A loop over the steps. States are rounded to their dtype at each, as those of single cells are."""
+    wide = opmath(gates.dtype)
+    nothing = jnp.zeros(0, hx.dtype)
+    bias = None if bias is None else bias.astype(wide)
+
+    def step(state, given):
+        (h, c), (of_input, is_here) = state, given
+        of_hidden = matmul(h, weight.T)
+        of_input, old_h, old_c = of_input.astype(wide), h.astype(wide), c.astype(wide)
+        kept, next_c = nothing, old_c
+        if cell == "lstm":
+            next_h, next_c, kept = lstm_cell(of_input, of_hidden, old_c, None, bias)
+        elif cell == "gru":
+            next_h, kept = gru_cell(of_input, of_hidden, old_h, None, bias)
+        else:
+            sums = of_input + _biased(of_hidden, bias)
+            next_h = jnp.tanh(sums) if cell == "rnn_tanh" else jax.nn.relu(sums)
+        h, c = (_where(is_here, new.astype(old.dtype), old) for new, old in ((next_h, h), (next_c, c)))
+        return (h, c), (h, c, kept.astype(h.dtype))
+
+    start = hx, nothing if cx is None else cx
+    (hy, cy), (output, cells, kept) = jax.lax.scan(step, start, (gates, is_there), reverse=reverse)
+    return output, hy, cy, cells if cell == "lstm" else nothing, kept if kept.size else nothing
+
+
+@lowering("tpu::recurrent_layer_backward")
+def recurrent_layer_backward(
+    grad, grad_hy, grad_cy, hx, cx, weight, is_there, output, cells, kept, cell, reverse
+):
+    """The loop the other way. Gradients of states are carried in the accumulation dtype."""
+    wide, dtype = opmath(grad.dtype), weight.dtype
+    is_lstm = cell == "lstm"
+
+    def before(states, first):
+        """The state before each step."""
+        first = first[None]
+        return jnp.concatenate([states[1:], first] if reverse else [first, states[:-1]])
+
+    h_before = before(output, hx)
+    steps = {"grad": grad, "output": output, "is_here": is_there}
+    steps |= {"c": cells, "c_before": before(cells, cx)} if is_lstm else {}
+    steps |= {"kept": kept} if cell in ("lstm", "gru") else {}
+
+    def step(carried, given):
+        grad_h, grad_c = carried
+        is_here = given.pop("is_here")
+        given = {name: each.astype(wide) for name, each in given.items()}
+        total, next_grad_c = grad_h + given["grad"], grad_c
+        direct = jnp.zeros_like(total)
+        if is_lstm:
+            of_input, next_grad_c, _ = lstm_cell_backward(
+                total, grad_c, given["c_before"], given["c"], given["kept"], False
+            )
+            of_hidden = of_input
+        elif cell == "gru":
+            of_input, of_hidden, direct, *_ = gru_cell_backward(total, given["kept"], False)
+        else:
+            h = given["output"]
+            of_input = of_hidden = total * (1 - h * h) if cell == "rnn_tanh" else jnp.where(h > 0, total, 0)
+        of_input, of_hidden = of_input.astype(dtype), of_hidden.astype(dtype)
+        next_grad_h = direct + matmul(of_hidden, weight)
+        # Where a sequence has no step its state went through.
+        carried = _where(is_here, next_grad_h, total), _where(is_here, next_grad_c, grad_c)
+        return carried, (_where(is_here, of_input, 0), _where(is_here, of_hidden, 0))
+
+    start = grad_hy.astype(wide), grad_cy.astype(wide)
+    (grad_hx, grad_cx), (of_input, of_hidden) = jax.lax.scan(step, start, steps, reverse=not reverse)
+    rows = of_hidden.reshape(-1, of_hidden.shape[-1])
+    grad_weight = matmul(rows.T, h_before.reshape(-1, h_before.shape[-1]))
+    return of_input, grad_hx, grad_cx, grad_weight, rows.astype(wide).sum(0)
+
+
+def _where(is_here, new, old):
+    """`new` for the sequences that have this step; None: all have. (0,) is a state that the cell lacks."""
+    return new if is_here is None or new.size == 0 else jnp.where(is_here[:, None], new, old)
 
 
 def _biased(gates: jax.Array, bias: jax.Array | None) -> jax.Array:
