@@ -94,7 +94,9 @@ class _Layers(NamedTuple):
             and all(each.numel() > 0 for each in tensors)
         )
 
-    def run(self, inputs: Tensor, packing: _Packing | None) -> tuple[Tensor, ...]:
+    def run(
+        self, inputs: Tensor, packing: _Packing | None = None, batch_first: bool = False
+    ) -> tuple[Tensor, ...]:
         """The last layer's outputs, (T, B, ...) or packed like the inputs, and the last states of all."""
         tensors = [inputs, *self.states, *self.parameters]
         if torch.is_autocast_enabled("tpu"):
@@ -110,9 +112,12 @@ class _Layers(NamedTuple):
                 of_input_bias, bias = biases or (None, None)
                 gates = F.linear(inputs, of_input, of_input_bias)
                 hx, cx = (each[run] for each in states) if self.cell == "lstm" else (states[0][run], None)
-                taken = gates if packing is None else packing.to_steps(gates)
+                if packing is not None:
+                    gates = packing.to_steps(gates)
+                elif batch_first and layer == 0:
+                    gates = gates.transpose(0, 1)
                 is_there = None if packing is None else packing.is_there
-                output, *ends = _Layer.apply(taken, hx, cx, weight, bias, is_there, self.cell, is_reverse)
+                output, *ends = _Layer.apply(gates, hx, cx, weight, bias, is_there, self.cell, is_reverse)
                 outputs.append(output if packing is None else packing.to_rows(output))
                 last.append(ends[: len(states)])
             inputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -203,7 +208,7 @@ def _sequences(cell: str) -> Callable[..., tuple[Tensor, ...]]:
                 input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
             )
 
-        output, *states = layers.run(input.transpose(0, 1) if batch_first else input, None)
+        output, *states = layers.run(input, batch_first=batch_first)
         return output.transpose(0, 1) if batch_first else output, *states
 
     return untraced(kernel)

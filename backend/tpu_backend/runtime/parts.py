@@ -64,9 +64,11 @@ def plan_parts(tape: Tape) -> Plan:
 
 
 def grows_with_gradients(tape: Tape) -> bool:
-    """Whether it is a loop that would share programs if no gradients were recorded."""
+    """Whether most of it is a loop that would share programs if no gradients were recorded."""
     planner = _Planner(tape)
-    return planner.has_gradients and bool(planner.turns_that_grow())
+    if not planner.has_gradients:
+        return False
+    return 2 * sum(turn.end - turn.begin for turn in planner.turns_that_grow()) > len(tape.entries)
 
 
 class _Planner:
