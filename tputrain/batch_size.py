@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from tputrain.config_checks import expect, expect_at_least
+from tputrain.config_checks import Settings, expect, expect_at_least
 
 
 @dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(Settings):
     """A step's tokens, and how many sequences are trained on at a time; the rest is accumulated."""
 
     tokens: int = 1024

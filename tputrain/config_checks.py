@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from inspect import signature
 from numbers import Real
 from types import UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
@@ -22,7 +23,9 @@ class Settings:
     """Base of a dataclass of settings: UserError, one line, for a misspelt one in Python, as in a recipe."""
 
     def __new__(cls, *values: Any, **settings: Any) -> Self:
-        expect_known(cls, settings)
+        taken = signature(cls.__init__).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            expect_known(cls, settings.keys() - taken.keys())
         return super().__new__(cls)
 
 

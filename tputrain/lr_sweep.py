@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from tputrain.config_checks import expect, expect_above, expect_at_least
+from tputrain.config_checks import Settings, expect, expect_above, expect_at_least
 
 
 @dataclass(frozen=True)
-class SweepConfig:
+class SweepConfig(Settings):
     """From which learning rate to which, in how many steps; each is the one before times the same factor."""
 
     lowest: float = 1e-6

@@ -110,6 +110,17 @@ def test_tracing_says_the_same_of_every_form():
             assert ALWAYS[name].reads_precision or not traced.reads_precision
 
 
+def test_a_class_of_one_element_for_one_sample():
+    """PyTorch's samples have none."""
+    logits, label = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1])
+    for weight in None, torch.tensor([1.0, 3.0, 2.0]):
+        expected = F.cross_entropy(logits, label, weight)
+        found = F.cross_entropy(
+            logits.to("tpu"), label.to("tpu"), None if weight is None else weight.to("tpu")
+        )
+        torch.testing.assert_close(found.cpu(), expected)
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     {

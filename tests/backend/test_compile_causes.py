@@ -408,7 +408,7 @@ def test_masks_of_many_counts_are_warned_of_and_weighing_by_the_mask_helps():
 
     num_programs, (text,) = programs_and_warnings(lambda n: loss(n + 9, lambda x, mask: x[mask].mean()), 12)
     assert num_programs >= 12
-    assert "from x[mask], keep all of x and weigh it: (x * mask).sum() / mask.sum()" in text
+    assert "from x[mask], keep all of x and multiply by the mask: (x * mask).sum() / mask.sum()" in text
 
     weigh = lambda x, mask: (x * mask).sum() / mask.sum()  # noqa: E731
     num_programs, texts = programs_and_warnings(lambda n: loss(n + 9, weigh), 12)

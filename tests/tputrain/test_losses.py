@@ -154,6 +154,16 @@ def test_a_label_out_of_range_on_the_cpu_names_its_step_and_a_list_of_the_users_
     loader[1][1][2] = 7
     with pytest.raises(UserError, match=r"^step 2: Target 7 is out of bounds"):
         fit(classifier(), config(steps=3, device="cpu"), train_loader=loader)
+    table = torch.ones(5)
+    with pytest.raises(
+        UserError, match=r"^step 2: index 7 is out of bounds for dimension 0 .* at .*test_losses"
+    ):
+        fit(
+            classifier(),
+            config(steps=3, device="cpu"),
+            train_loader=loader,
+            loss_fn=lambda output, target: (output.sum(1) * table[target]).sum(),
+        )
     with pytest.raises(IndexError, match="list index out of range"):
         fit(classifier(), config(device="cpu"), train_loader=loader, loss_fn=lambda output, target: [][0])
 

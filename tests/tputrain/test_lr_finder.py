@@ -92,19 +92,20 @@ def test_a_sweep_takes_all_of_its_steps_with_a_step_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    ("num_rates", "said"),
+    ("num_rates", "steps", "said"),
     [
-        (100, r"lowest at learning rate 1\.\de-02 and rose after it: too high to train with"),
-        (50, "still fell at learning rate 9.3e-04, the last one: --highest may be larger"),
+        (100, 100, r"lowest at learning rate 1\.\de-02 and rose after it: too high to train with"),
+        (50, 100, "lowest at learning rate 9.3e-04 and not finite after it: too high to train with"),
+        (50, 50, "still fell at learning rate 9.3e-04, the last one: --highest may be larger"),
     ],
 )
 def test_the_command_tells_a_loss_that_rose_from_one_that_still_falls(
-    num_rates, said, tmp_path, monkeypatch, capsys
+    num_rates, steps, said, tmp_path, monkeypatch, capsys
 ):
     whole = a_sweep()
     found = Sweep(whole.rates[:num_rates], whole.losses[:num_rates])
     monkeypatch.setattr("tputrain.cli.lr_find.build_sweep", lambda cfg, chosen: found)
-    assert main(["lr-find", "digits", f"run_dir={tmp_path}"]) == 0
+    assert main(["lr-find", "digits", f"run_dir={tmp_path}", "--steps", str(steps)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.search(said, lines[-3])
     assert lines[-2].endswith(f"try optim.learning_rate={found.suggested:.1e} or less")

@@ -170,8 +170,8 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise UserError where safetensors files have no such numbers."""
     if dtype not in _DTYPES:
         raise UserError(
-            f"{name} is {dtype}, which a checkpoint (safetensors) cannot hold: give it another dtype, "
-            "complex128 by torch.view_as_real, or register the buffer with persistent=False"
+            f"{name} is {dtype}, which a checkpoint (safetensors) cannot hold: use another dtype "
+            "(for complex128: torch.view_as_real), or, if it is a buffer, register it with persistent=False"
         )
 
 

@@ -29,10 +29,15 @@ def lr_find(recipe: str, overrides: list[str], chosen: SweepConfig) -> int:
     _write(directory / "lr-find.json", exact_json.dumps(kept, indent=1) + "\n")
     _write(directory / "lr-find.svg", figure(sweep))
     lowest = sweep.at_lowest_loss
-    if lowest == sweep.rates[-1]:
-        say(f"the loss still fell at learning rate {lowest:.1e}, the last one: --highest may be larger")
-    else:
+    if lowest < sweep.rates[-1]:
         say(f"the loss was lowest at learning rate {lowest:.1e} and rose after it: too high to train with")
+    elif len(sweep.rates) < chosen.steps:
+        say(
+            f"the loss was lowest at learning rate {lowest:.1e} and not finite after it: too high to "
+            "train with"
+        )
+    else:
+        say(f"the loss still fell at learning rate {lowest:.1e}, the last one: --highest may be larger")
     say(f"it fell fastest at learning rate {suggested:.1e}: try optim.learning_rate={suggested:.1e} or less")
     say(f"curve: {directory / 'lr-find.svg'}; numbers: lr-find.json beside it")
     return 0

@@ -22,7 +22,7 @@ from tputrain.loggers.logger import Record
 from tputrain.loop.logged import means as means_of
 from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged, metric_value
 from tputrain.metrics.named import PERPLEXITY
-from tputrain.metrics.step_log import out_of_range_in
+from tputrain.out_of_range import out_of_range_in
 from tputrain.models.sequence import sequence_split
 from tputrain.parallel.agreement import Agreement
 from tputrain.parallel.same_batches import given_alike

@@ -8,7 +8,7 @@ import torch
 
 from tputrain.announce import announced
 from tputrain.execution import Execution
-from tputrain.metrics.step_log import out_of_range_in
+from tputrain.out_of_range import out_of_range_in
 from tputrain.signals import SignalWatch
 from tputrain.watchdog import FIRST_STEP, STEP, Watchdog
 

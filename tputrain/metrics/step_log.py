@@ -1,6 +1,5 @@
 """The numbers of each step, kept on the device until a log step reads them all."""
 
-import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,12 +12,9 @@ import torch
 from torch import Tensor
 
 from tputrain import device as devices
-from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
-from tputrain.user_code import line_of
+from tputrain.out_of_range import out_of_range_in
 
-# PyTorch's words on the CPU; the device's are followed by the operator.
-_OUT_OF_RANGE = re.compile(r"Target \S+ is out of bounds|index out of range in self|.*\n  in ")
 _PERCENTILES = (50, 90, 99)
 RECORDED = (
     "step",
@@ -58,22 +54,6 @@ class _Step:
     host: Record
     num_done: int
     num_flops: int | None
-
-
-@contextmanager
-def out_of_range_in(which: str) -> Iterator[None]:
-    """Raises UserError where an index in here was out of range, such as a label; `which` says what was done."""
-    try:
-        yield
-    except IndexError as error:
-        if _OUT_OF_RANGE.match(str(error)) is None:  # of a list in the user's Python
-            raise
-        line = line_of(error)
-        where = "" if line is None or "\n" in str(error) else f" at {line}"
-        raise UserError(
-            f"{which}: {error}{where}; expected labels and ids in its batches to be below the sizes that the "
-            "model has for them"
-        ) from None
 
 
 def _read(step: _Step) -> tuple[float, float]:

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tputrain.checkpoint.rows import around, gathered, is_distributed, own_part
-from tputrain.config_checks import expect, expect_above, expect_at_least
+from tputrain.config_checks import Settings, expect, expect_above, expect_at_least
 from tputrain.models.init import std_in_lora, write_initial_value
 from tputrain.optim.groups import expect_match, matches
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Settings):
     """Which layers get a trainable product of rank `rank`; everything else is frozen."""
 
     rank: int = 0

@@ -254,7 +254,8 @@ std::string Device::other_name() const {
     return c10::str("; each process of a launcher has one, \"tpu\" or, by its LOCAL_RANK, \"tpu:", local_rank, "\"");
   }
   const int named = own_number_;
-  return named < 0 ? "; so it is in each process of many: write \"tpu\", or set LOCAL_RANK in each, as torchrun does"
+  return named < 0 ? ", in each process: write \"tpu\"; a process of many may write \"tpu:LOCAL_RANK\" if that is set, "
+                     "as torchrun does"
                    : c10::str("; this process has named it \"tpu:", named, "\" before");
 }
 
@@ -266,13 +267,7 @@ c10::DeviceIndex Device::find(int index) const {
   if (index < count_) {
     return index < 0 ? t_current : static_cast<c10::DeviceIndex>(index);
   }
-  TORCH_CHECK(
-      count_ == 1 && is_own_number(index),
-      "tpu:",
-      index,
-      " does not exist: ",
-      count_ == 1 ? "there is one tpu device, tpu:0" : c10::str("there are ", static_cast<int>(count_), " tpu devices"),
-      other_name());
+  TORCH_CHECK(is_own_number(index), "tpu:", index, " does not exist: ", "there is one tpu device, tpu:0", other_name());
   return 0;
 }
 

@@ -232,8 +232,8 @@ std::optional<Problem> RecordedStep::resolve(
   for (const auto& tensor : results) {
     if (tensor.storage().use_count() > num_returned[buffer_of(tensor)->address]) {
       return Problem{
-          "it returns a tensor that it also keeps (in an attribute, a list, a .grad), where replays would not put "
-          "theirs",
+          "it returns a tensor that it also keeps (in an attribute, a list, a .grad), where a replay would "
+          "not update it",
           "keep a copy, detach().clone(), or have the caller keep what is returned"};
     }
   }

@@ -40,8 +40,8 @@ def is_one_of_many() -> bool:
 
 
 def is_spawned() -> bool:
-    """Whether multiprocessing has started this process, as `mp.spawn` does. While it imports the script,
-    `parent_process()` is still None.
+    """Whether multiprocessing has started this process, as `mp.spawn` does. `parent_process()` is still None
+    while this process imports the script.
     """
     return multiprocessing.parent_process() is not None or "--multiprocessing-fork" in sys.orig_argv
 

@@ -67,12 +67,16 @@ def compiled_elsewhere(key: str, num_ranks: int | None) -> tuple[dict[str, Any],
 
 
 def publish(key: str, header: dict[str, Any], payload: bytes) -> None:
-    """Give a program to the ranks that wait for it."""
+    """Give a program to the ranks that wait for it. Where that cannot be, each compiles its own."""
     if key not in _leases:
         return
     text = json.dumps(header).encode()
     whole = len(text).to_bytes(_LENGTH) + text + payload
-    _put(key, whole)
+    try:
+        _put(key, whole)
+    except jax.errors.JaxRuntimeError:  # too large for the service, or that has ended
+        give_up(key)
+        return
     _published[key] = len(whole)
     while len(_published) > 1 and sum(_published.values()) > _ROOM:
         oldest = next(iter(_published))  # whoever has not loaded it compiles it
@@ -91,4 +95,4 @@ def give_up(key: str) -> None:
 def _put(key: str, whole: bytes) -> None:
     client: Any = distributed.global_state.client
     client.key_value_set_bytes(f"tpu/program/{key}", whole, allow_overwrite=True)
-    _leases.remove(key)  # now: what could not be written is still to be given up
+    _leases.remove(key)  # last: `give_up` needs it where the write has failed

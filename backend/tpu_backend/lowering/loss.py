@@ -48,6 +48,8 @@ def _nll_loss(self, target, weight, reduction, ignore_index, picked_from):
     if target.dtype not in (jnp.int64, jnp.uint8):
         raise NotLoweredError("classes of another dtype: PyTorch refuses them, in its own words on the CPU")
     axis = _class_axis(self)
+    if self.ndim == 1:
+        target = target.reshape(())  # PyTorch takes one class of shape (1,), too
     require_in_range(
         target, 0, self.shape[axis], IndexError, "Target {index} is out of bounds.", allowed=ignore_index
     )

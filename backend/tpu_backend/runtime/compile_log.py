@@ -22,7 +22,7 @@ _LAYERS = 16
 # By kind of cause: what was seen to help. Each is tried in tests/backend/test_compile_causes.py.
 _HELP = {
     "shape": "pad it to a few sizes, such as the next multiple of 64: a size is compiled once; if it comes "
-    "from x[mask], keep all of x and weigh it: (x * mask).sum() / mask.sum()",
+    "from x[mask], keep all of x and multiply by the mask: (x * mask).sum() / mask.sum()",
 }
 _OTHER_HELP = "TPU_LOGS=compile prints the cause of each"
 _HELP_WITH_GRADIENTS = " (where no gradients are wanted, sizes share programs under torch.no_grad())"

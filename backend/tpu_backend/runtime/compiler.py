@@ -34,7 +34,7 @@ from tpu_backend.runtime.causes import Cause, causes_of, remember
 from tpu_backend.runtime.chain import Chain, Link, planned, whole_link
 from tpu_backend.runtime.compiler_options import options_for, with_chains_compiled
 from tpu_backend.runtime.dtypes import stored_dtype
-from tpu_backend.runtime.freed_memory import given_back
+from tpu_backend.runtime.freed_memory import giving_back_freed_memory
 from tpu_backend.runtime.parts import grows_with_gradients
 from tpu_backend.runtime.program_key import environment, key_of_plan, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
@@ -390,7 +390,8 @@ def _compiled(
 ) -> Executable:
     """Has XLA compile a program, keeps it on disk, and gives it to other ranks."""
     is_kept = cache is not None or sharing.is_needed()
-    with jax.enable_x64(True), compiled_by_xla() if is_kept else nullcontext(), given_back:
+    stored = compiled_by_xla() if is_kept else nullcontext()
+    with jax.enable_x64(True), stored, giving_back_freed_memory:
         compiled = lowered.compile(compiler_options=with_chains_compiled(options, lowered, target))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes

@@ -1,6 +1,6 @@
 """What the compiler has freed goes back to the system: glibc would keep it, hundreds of MB after a step.
 
-But not while a thread compiles, which would only ask for it again.
+Only when no thread compiles any more: another one would ask for it again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import threading
 import time
 
 
-class _GivenBack:
-    """Entered by each compilation. The last one that leaves gives back, if together they took long."""
+class _GivingBack:
+    """Around each compilation. The last one that ends gives back, if together they took long."""
 
     _LONG = 1.0  # seconds
 
@@ -37,4 +37,4 @@ class _GivenBack:
             self._trim(0)
 
 
-given_back = _GivenBack()
+giving_back_freed_memory = _GivingBack()
