@@ -4,7 +4,7 @@ import copy
 import json
 import pickle
 import sys
-from dataclasses import asdict, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -164,3 +164,17 @@ def test_making_a_configuration_touches_neither_disk_nor_network(monkeypatch):
 def test_a_setting_misspelt_in_python_is_named_with_the_nearest(kind, settings, message):
     with pytest.raises(UserError, match=message):
         kind(**settings)
+
+
+def test_a_subclass_of_settings_may_take_others():
+    @dataclass(frozen=True)
+    class Named(RunConfig):
+        name: InitVar[str] = ""
+
+    class Free(RunConfig):
+        def __init__(self, name: str, **settings):
+            super().__init__(**settings)
+
+    assert Named(name="a", seed=3).seed == Free("a", seed=3).seed == 3
+    with pytest.raises(UserError, match=r"^Named: sed: no such setting; .*; did you mean seed"):
+        Named(name="a", sed=3)

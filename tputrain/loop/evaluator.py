@@ -22,8 +22,8 @@ from tputrain.loggers.logger import Record
 from tputrain.loop.logged import means as means_of
 from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged, metric_value
 from tputrain.metrics.named import PERPLEXITY
-from tputrain.out_of_range import out_of_range_in
 from tputrain.models.sequence import sequence_split
+from tputrain.out_of_range import out_of_range_in
 from tputrain.parallel.agreement import Agreement
 from tputrain.parallel.same_batches import given_alike
 from tputrain.signals import SignalWatch

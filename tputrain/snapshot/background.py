@@ -86,8 +86,8 @@ class BackgroundWriter:
             self._files_written = None
 
     def finish(self, is_alive: Callable[[], None] = no_rest, is_last_try: bool = False) -> Written:
-        """Wait for the write in flight, and say what became of it; a failure with `is_last_try` is left to the
-        caller, who raises it. `is_alive` as in `wait`.
+        """Wait for the write in flight, and say what became of it; a failure with `is_last_try` is left to
+        the caller, who raises it. `is_alive` as in `wait`.
 
         Raises what was raised in it, where that was not the disk's fault.
         """

@@ -20,7 +20,7 @@ from tpu_backend.distributed import launched, libtpu_environment, peers
 from tpu_backend.distributed.libtpu_environment import Place
 
 _SERVICE = Path(__file__).with_name("service.py")
-# Seconds between two looks at who has come: the first ones, and after a while, for many ranks keep the store busy.
+# Seconds between two looks at who has come, at first and after a while: many ranks keep the store busy.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
 _SAID_AFTER = 10.0  # seconds of waiting for the others
 

@@ -119,8 +119,8 @@ def with_unlike_elements(entry: Signature) -> Signature:
 
 
 def _of_any_size(kind: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The kind of an element, without sizes and strides if its tensors have one common size: the lowering does
-    not depend on it. Tensors of no dims stay so; empty ones keep their size.
+    """The kind of an element, without sizes and strides if its tensors have one common size: the lowering
+    does not depend on it. Tensors of no dims stay so; empty ones keep their size.
     """
     sizes = {item.sizes for item in kind if isinstance(item, TensorArg) and item.sizes}
     if len(sizes) != 1 or 0 in next(iter(sizes)):

@@ -224,8 +224,8 @@ class _Planner:
 
 
 def _cuts_inside(words: np.ndarray, cost: np.ndarray) -> list[int]:
-    """The cuts inside one stretch of a repeat, 0 and its end included. It is cut only if repeats make up half of
-    it, as layers do in each of the steps whose gradients are accumulated.
+    """The cuts inside one stretch of a repeat, 0 and its end included. It is cut only if repeats make up half
+    of it, as layers do in each of the steps whose gradients are accumulated.
     """
     repeats = find_repeats(words, cost[: len(words) + 1], _SHORTEST_REPEAT)
     num_saved = sum(repeat.saved for repeat in repeats)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import pytest
 from jax._src import distributed
 
@@ -59,13 +60,11 @@ def test_a_program_that_cannot_be_published_is_given_up(monkeypatch: pytest.Monk
     class Client:
         def key_value_set_bytes(self, key: str, value: bytes, **_: Any) -> None:
             if value != sharing._GIVEN_UP:
-                raise ValueError("too large")
+                raise jax.errors.JaxRuntimeError("too large")
             written.append((key, value))
 
     monkeypatch.setattr(distributed.global_state, "client", Client())
     monkeypatch.setattr(sharing, "_leases", {"key"})
-    with pytest.raises(ValueError, match="too large"):
-        sharing.publish("key", {}, b"program")
-    for _ in range(2):  # the second time there is nothing to give up
-        sharing.give_up("key")
+    sharing.publish("key", {}, b"program")
+    sharing.give_up("key")  # there is nothing to give up
     assert written == [("tpu/program/key", sharing._GIVEN_UP)]
