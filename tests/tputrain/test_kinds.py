@@ -171,6 +171,9 @@ def test_a_subclass_of_settings_may_take_others():
     class Named(RunConfig):
         name: InitVar[str] = ""
 
+        def __post_init__(self, name: str) -> None:
+            super().__post_init__()
+
     class Free(RunConfig):
         def __init__(self, name: str, **settings):
             super().__init__(**settings)
