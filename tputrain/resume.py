@@ -78,9 +78,9 @@ def check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) -
         old, new = changes[key]
         say(f"refused: {key} would be {spelled(new)}, it was {spelled(old)}")
     if refused:
-        key = refused[0]
-        old, new = changes[key]
+        given = ", ".join(f"{key}={spelled(changes[key][1])}" for key in refused)
+        before = ", ".join(f"{key}={spelled(changes[key][0])}" for key in refused)
         raise UserError(
-            f"{key}={spelled(new)}: {checkpoint} was made with {key}={spelled(old)}; "
-            "set it back, or choose another run_dir"
+            f"{given}: {checkpoint} was made with {before}; set {'it' if len(refused) == 1 else 'them'} back, "
+            "or choose another run_dir"
         )

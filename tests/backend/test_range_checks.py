@@ -258,7 +258,7 @@ def test_what_nobody_waited_for_is_said_at_exit() -> None:
     )
     assert result.stdout == "done\n"
     assert "tpu: found at exit: IndexError: index out of range in self" in result.stderr
-    assert result.returncode == 0
+    assert result.returncode == 1
 
 
 def test_an_assertion_is_raised_by_the_read_that_waits_for_it() -> None:

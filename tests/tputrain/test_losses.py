@@ -179,6 +179,14 @@ def test_a_label_out_of_range_names_the_evaluation_or_the_step_before_it(device)
         fit(classifier(), cfg, train_loader=[good, bad], val_loader=[good])
 
 
+def test_a_loss_without_a_gradient_is_one_line():
+    def detached(output, target):
+        return F.cross_entropy(output, target).detach()
+
+    with pytest.raises(UserError, match=r"^the loss has no gradient: .* detach\(\)"):
+        fit(classifier(), config(steps=1, device="cpu"), train_loader=[samples(6, 0)], loss_fn=detached)
+
+
 def test_class_weights_over_counted_labels_do_not_depend_on_micro_batches():
     weight = torch.tensor([0.1, 1.0, 5.0])
 

@@ -93,9 +93,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if text.startswith("-"):
             options = [f"--{name.replace('_', '-')}" for name in vars(chosen) if name not in _NO_OPTIONS]
             hint = did_you_mean(nearest(text.partition("=")[0], options))
-            parser.error(f"{text!r}: {verb.name} has no such option{hint}")
+            parser.error(f"{text!r}: {verb.name} has no such option{hint}", verb.name)
     if not verb.takes_overrides and rest:
-        parser.error(f"{rest[0]!r}: {verb.name} takes no such argument")
+        parser.error(f"{rest[0]!r}: {verb.name} takes no such argument", verb.name)
     for option in verb.required:
         if getattr(chosen, option.removeprefix("--")) is None:
             parser.error(f"{verb.name} needs {option}", verb.name)

@@ -22,6 +22,9 @@ from tputrain.errors import in_words
 from tputrain.guard.first_nonfinite import describe
 from tputrain.loggers.logger import Record
 
+_MOST_ROWS = 3
+"""That are named of a tensor in a batch."""
+
 JUDGED = ("loss", "grad_norm")
 
 
@@ -64,13 +67,26 @@ def save_bad_batch(run_dir: Path, record: Record, batches: list[Batch]) -> Path 
 
 
 def not_finite_in(batches: list[Batch]) -> dict[str, Any]:
-    """What of a step's micro-batches is NaN or infinite, described, by "batch-NUMBER: NAME"."""
+    """What of a step's micro-batches is NaN or infinite, described, by "batch-NUMBER: NAME"; with the first of
+    the rows in which it is.
+    """
     return {
-        f"batch-{number}: {name}": describe(tensor)
+        f"batch-{number}: {name}": describe(tensor) | {"rows": _rows_not_finite(tensor)}
         for number, batch in enumerate(batches)
         for name, tensor in _named_tensors(batch)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
     }
+
+
+def _rows_not_finite(tensor: Tensor) -> list[int]:
+    """The first few; none where the tensor has no rows."""
+    if tensor.dim() == 0:
+        return []
+    is_bad = (
+        torch.isfinite(tensor).logical_not().flatten(1).any(1) if tensor.dim() > 1 else ~tensor.isfinite()
+    )
+    found: list[int] = is_bad.nonzero().flatten()[:_MOST_ROWS].tolist()
+    return found
 
 
 def _save(directory: Path, record: Record, batches: list[Batch]) -> None:
@@ -96,16 +112,24 @@ def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
 
 
 def data_to_blame(found: dict[str, Any], batches: list[Batch]) -> list[str]:
-    """What of the micro-batches is not finite, where a replay `found` no operation that made it. Infinities
-    of a mask are no fault.
+    """What of the micro-batches is not finite, in words, where a replay `found` no operation that made it.
+    Infinities of a mask are no fault.
     """
-    return [] if found else [*not_finite_in(batches)]
+    if found:
+        return []
+    blamed = []
+    for key, described in not_finite_in(batches).items():
+        batch, _, name = key.partition(": ")
+        rows = ", ".join(map(str, described["rows"]))
+        tensor = f"tensor {name}" if name.isdigit() else name
+        blamed.append(f"{tensor} of {batch}" + (f" in row {rows}" if rows else ""))
+    return blamed
 
 
 def in_one_line(found: dict[str, Any], batches: list[Batch]) -> str:
     """What a replay of a step with these micro-batches found, as part of a sentence."""
     if given := data_to_blame(found, batches):
-        return f"the data holds NaN or infinity: {', '.join(given)}"
+        return f"the data holds NaN or infinity: {'; '.join(given)}"
     if not found:
         return "the replay found no operation that makes it of finite values"
     first = next(iter(found.values()))

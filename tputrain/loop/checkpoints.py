@@ -97,9 +97,13 @@ class Checkpoints:
             written = self.end(is_last_try=True)
         assert written is not None
         if written.error is not None:
+            assert self._store is not None
+            lost, again = "what came after the checkpoint before", "it goes on from there"
+            if not self._store.steps():
+                lost, again = "there is no checkpoint before, so all", "it begins anew"
             raise RunFailedError(
-                f"{written.path} cannot be saved ({written.error}): what came after the checkpoint before is "
-                "lost; make room or mend the disk, and run again: it goes on from there"
+                f"{written.path} cannot be saved ({written.error}): {lost} is lost; make room or mend the "
+                f"disk, and run again: {again}"
             )
         return written.path
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain.batches import Batch
+from tputrain.errors import UserError
 from tputrain.guard.withheld_update import WithheldUpdate
 from tputrain.loop.logged import expect_tensors, means
 from tputrain.loop.step_parts import StepHooks, StepParts, StepResult
@@ -111,6 +112,11 @@ class TrainStep:
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`, with the hooks of callbacks around it."""
+        if not loss.requires_grad:
+            raise UserError(
+                "the loss has no gradient: expected one that is computed from trainable parameters; look for "
+                "detach(), torch.no_grad() or .item() in the model and the loss_fn"
+            )
         for hook in self.hooks.before_backward:
             hook(loss)
         loss.backward()

@@ -16,7 +16,7 @@ from tpu_backend import _C
 from tpu_backend.distributed import peers
 
 _GRACE = 3.0  # seconds in which the rank that failed first may end before this one
-
+_PLACES = "in aten::", "at "  # how lines of the device's errors begin that say where
 
 _ends_device: list[Callable[[], None]] = []  # at exit; it waits for launches
 
@@ -47,8 +47,9 @@ def install() -> None:
 
 def _publish(error: BaseException) -> None:
     if peers.world is not None and isinstance(error, Exception):
-        lines = str(error).strip().splitlines()
-        peers.world.publish(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        first, *others = str(error).strip().splitlines() or [""]
+        places = [line.strip() for line in others if line.lstrip().startswith(_PLACES)]
+        peers.world.publish(" ".join([f"{type(error).__name__}: {first}", *places[: len(_PLACES)]]))
 
 
 def _end_child() -> None:

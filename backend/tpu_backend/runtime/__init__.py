@@ -129,7 +129,9 @@ def _check_no_worker() -> None:
 
 
 def _end() -> None:
-    """Stops launchers, and says what launched programs found wrong that nobody has waited for."""
+    """Stops launchers, and says what launched programs found wrong that nobody has waited for: then the exit
+    code is not 0.
+    """
     if _C.is_forked():
         return
     for device in range(_C.device_count()):
@@ -138,6 +140,7 @@ def _end() -> None:
                 finish(device)
             except Exception as error:
                 print(f"tpu: found at exit: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                _C.fail_at_exit()
 
 
 __all__ = ["initialize", "lowered_ops"]

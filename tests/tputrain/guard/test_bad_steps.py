@@ -330,7 +330,7 @@ def test_a_bad_value_in_the_batch_itself_is_named(tmp_path):
             inputs[0, 0] = math.nan
             return [inputs, labels]
 
-    told = r"the data holds NaN or infinity: batch-0: 0, batch-1: 0; mend the data and run again"
+    told = "the data holds NaN or infinity: tensor 0 of batch-0 in row 0; tensor 0 of batch-1 in row 0; mend"
     with pytest.raises(UserError, match=told):
         trainer_of(tmp_path, "cpu", "stop", Poisoned()).fit()
     report = json.loads((tmp_path / "nonfinite" / "step-1" / "report.json").read_text())
@@ -341,7 +341,7 @@ def test_a_bad_value_in_the_batch_itself_is_named(tmp_path):
 def test_an_infinite_mask_is_not_blamed_for_what_an_operation_made():
     batches = [{"inputs": torch.ones(2), "mask": torch.full((2, 2), -math.inf)}]
     assert data_to_blame({"nan": {"op": "aten.sqrt.default"}}, batches) == []
-    assert data_to_blame({}, batches) == ["batch-0: mask"]
+    assert data_to_blame({}, batches) == ["mask of batch-0 in row 0, 1"]
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
