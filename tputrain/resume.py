@@ -81,6 +81,6 @@ def check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) -
         given = ", ".join(f"{key}={spelled(changes[key][1])}" for key in refused)
         before = ", ".join(f"{key}={spelled(changes[key][0])}" for key in refused)
         raise UserError(
-            f"{given}: {checkpoint} was made with {before}; set {'it' if len(refused) == 1 else 'them'} back, "
-            "or choose another run_dir"
+            f"{given}: {checkpoint} was made with {before}; set {'it' if len(refused) == 1 else 'them'} "
+            "back, or choose another run_dir"
         )

@@ -358,6 +358,13 @@ def test_a_full_disk_stops_no_training_and_costs_no_checkpoint(tmp_path, monkeyp
     assert "step-6 NOT SAVED: No space left on device; the next occasion tries again" in said
 
 
+def test_a_run_that_could_save_nothing_says_that_it_begins_anew(tmp_path, monkeypatch):
+    Disk(monkeypatch, dict.fromkeys(range(99), 99))
+    told = "there is no checkpoint before, so all is lost; .* run again: it begins anew"
+    with pytest.raises(RunFailedError, match=told):
+        build(tmp_path).fit()
+
+
 def test_the_last_checkpoint_is_tried_twice_and_then_its_loss_is_an_error(tmp_path, monkeypatch, capfd):
     Disk(monkeypatch, {14: 1})
     build(tmp_path / "once").fit()

@@ -222,6 +222,13 @@ def test_resume_refuses_what_would_make_it_another_run(capsys, override, was):
     assert not Path("runs/tiny/checkpoints/step-6").exists()
 
 
+def test_resume_names_all_that_makes_it_another_run(capsys):
+    line = refused(capsys, "resume", "runs/tiny", "seed=3", "batch.tokens=256")
+    assert "seed=3" in line.partition(": runs/")[0]
+    assert "batch.tokens=256" in line.partition(": runs/")[0]
+    assert line.rstrip().endswith("; set them back, or choose another run_dir")
+
+
 def test_resume_refuses_another_kind_before_what_does_not_fit_it(capsys):
     line = refused(capsys, "resume", "runs/tiny", "optim.name=sgd", "optim.beta1=0.8")
     assert "optim.name=sgd: runs/tiny/checkpoints/step-4 was made with optim.name=adamw; set it back" in line

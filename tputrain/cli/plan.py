@@ -196,8 +196,8 @@ def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
     check_forms(cfg.execution, topology.num_devices, context * tensor > 1)
     for length in cfg.data.lengths:
         check_length(length, context)
-    of_run = [each for each in settings.split(", ") if not each.startswith("model.")]  # the others are named
-    tried = f", {', '.join(of_run)}" if settings and of_run else ""
+    of_run = [each for each in settings.split() if not each.startswith("model.")]  # the others are named
+    tried = f" with {' '.join(of_run)}" if of_run else ""
     with announced(f"running {cfg.model.described}{tried} on shapes alone"):
         workload = _workload(cfg, context, tensor)
     samples = cfg.batch.samples

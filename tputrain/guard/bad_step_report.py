@@ -67,8 +67,8 @@ def save_bad_batch(run_dir: Path, record: Record, batches: list[Batch]) -> Path 
 
 
 def not_finite_in(batches: list[Batch]) -> dict[str, Any]:
-    """What of a step's micro-batches is NaN or infinite, described, by "batch-NUMBER: NAME"; with the first of
-    the rows in which it is.
+    """What of a step's micro-batches is NaN or infinite, described, by "batch-NUMBER: NAME", with its first
+    rows.
     """
     return {
         f"batch-{number}: {name}": describe(tensor) | {"rows": _rows_not_finite(tensor)}
@@ -82,9 +82,7 @@ def _rows_not_finite(tensor: Tensor) -> list[int]:
     """The first few; none where the tensor has no rows."""
     if tensor.dim() == 0:
         return []
-    is_bad = (
-        torch.isfinite(tensor).logical_not().flatten(1).any(1) if tensor.dim() > 1 else ~tensor.isfinite()
-    )
+    is_bad = tensor.isfinite().logical_not().reshape(len(tensor), -1).any(1)
     found: list[int] = is_bad.nonzero().flatten()[:_MOST_ROWS].tolist()
     return found
 
