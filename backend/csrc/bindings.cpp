@@ -189,6 +189,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_initialized", [] { return tpu::Device::get().initialized(); });
   m.def("is_forked", [] { return tpu::forked(); });
   m.def("leave", &tpu::leave);
+  m.def("leave_threads", &tpu::leave_threads);
   m.def("fail_at_exit", &tpu::fail_at_exit);
   m.def("silence_gloo", &tpu::silence_gloo);
   m.def("keeping_interrupts", &tpu::keeping_interrupts);

@@ -5,64 +5,109 @@ program that follows such steps; and what was rehearsed.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Hashable
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
+
+from jax._src import api
 
 from tpu_backend import _C
 from tpu_backend.runtime.program_key import NO_PART_OF_A_PROGRAM
 
+# Seconds at the end of the process: a thread that has not moved in Python for so long is in XLA; one that
+# moves is waited for so long.
+_IN_XLA = 0.5
+_LONGEST_TRACE = 20.0
 _MOST_UNWANTED = 512  # programs; more than the different parts of a step
 
 _promised: dict[Hashable, Future[Any]] = {}
 _given_up: WeakSet[Future[Any]] = WeakSet()
-_threads: ThreadPoolExecutor | None = None
-_is_exiting = False
+_threads: _Threads | None = None
+
+
+class _Threads:
+    """Like a ThreadPoolExecutor, which the end of the interpreter would wait for."""
+
+    def __init__(self) -> None:
+        self.is_ending = False  # they begin nothing more
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name="compile ahead", daemon=True)
+            for _ in range(os.cpu_count() or 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, task: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def places(self) -> list[tuple[int, int]]:
+        """Where in Python each of them is."""
+        frames = sys._current_frames()
+        found = [frames[each.ident] for each in self._threads if each.ident in frames]
+        return [(id(frame), frame.f_lasti) for frame in found]
+
+    def _work(self) -> None:
+        _C.mark_compile_thread()
+        while True:
+            future, task = self._tasks.get()
+            if self.is_ending:
+                return
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+            del future, task  # the next one may be long in coming
 
 
 def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], Any]) -> None:
-    """Have a thread compile the program of a segment; they take them in this order. When the interpreter
-    exits it waits for what is being compiled, since XLA cannot be left while it works, and drops the rest.
+    """Have a thread compile the program of a segment; they take them in this order. The end of the process
+    does not wait for them.
     """
     global _threads
     if _threads is None:
-        _threads = ThreadPoolExecutor(
-            os.cpu_count(), thread_name_prefix="compile ahead", initializer=_C.mark_compile_thread
-        )
-        # Called before the pool's own, which waits for its threads; there is no public place that is.
-        threading._register_atexit(_begin_to_exit)  # type: ignore[attr-defined]
+        _threads = _Threads()
+        atexit.register(_leave_threads)
     key = key_of(description)
     if key not in _promised:
         _forget_unwanted()
-        _promised[key] = _threads.submit(_unless_exiting, compile_now, description)
+        _promised[key] = _threads.begin(partial(compile_now, description))
 
 
-def _unless_exiting(compile_now: Callable[[dict[str, Any]], Any], description: dict[str, Any]) -> Any:
-    return None if _is_exiting else compile_now(description)
+def _leave_threads() -> None:
+    """At exit. XLA cannot be interrupted: a thread that is in there works on until the process has ended, and
+    nothing that it may use is taken down. One that runs Python is waited for: it would meet Python's end.
+    """
+    if _threads is None or _C.is_forked():
+        return
+    _threads.is_ending = True
+    deadline = time.monotonic() + _LONGEST_TRACE
+    places, since = _threads.places(), time.monotonic()
+    while _is_running() and time.monotonic() < min(deadline, since + _IN_XLA):
+        time.sleep(0.05)
+        if (places_now := _threads.places()) != places:
+            places, since = places_now, time.monotonic()
+    if _is_running():
+        atexit.unregister(api.clean_up)
+        gc.disable()
+        _C.leave_threads()
 
 
-def _begin_to_exit() -> None:
-    global _is_exiting
-    _is_exiting = True
-    begun = _promised.copy().values()
-    try:
-        if futures.wait(begun, timeout=1.0).not_done:
-            print(
-                "tpu: waiting for a compilation in the background to end (Ctrl-C leaves it)",
-                file=sys.stderr,
-                flush=True,
-            )
-            futures.wait(begun)
-    except KeyboardInterrupt:  # the interpreter must not end beside XLA's thread, but the process may
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(130)
+def _is_running() -> bool:
+    """Whether a thread compiles now."""
+    return any(future.running() for future in _promised.copy().values())
 
 
 def _forget_unwanted() -> None:
