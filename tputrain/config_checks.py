@@ -130,7 +130,7 @@ def _is_finite(value: object) -> bool:
 
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that `name` was most likely meant to be, or None where none resembles it."""
-    return next(iter(get_close_matches(name, known, n=1, cutoff=0.6)), None)
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
 
 
 def did_you_mean(hint: str | None) -> str:
