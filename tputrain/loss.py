@@ -48,6 +48,15 @@ def loss_of(
     )
 
 
+def expect_gradient(loss: Tensor) -> None:
+    """Raise UserError where nothing can be trained by this loss."""
+    if not loss.requires_grad:
+        raise UserError(
+            "the loss has no gradient: expected one that is computed from trainable parameters; look for "
+            "detach(), torch.no_grad() or .item() in the model and the loss_fn"
+        )
+
+
 def may_be_probabilities(target: Any) -> bool:
     """Whether cross-entropy can take `target` for class probabilities, by its values, should it be of floats.
 

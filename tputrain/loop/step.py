@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain.batches import Batch
-from tputrain.errors import UserError
 from tputrain.guard.withheld_update import WithheldUpdate
 from tputrain.loop.logged import expect_tensors, means
 from tputrain.loop.step_parts import StepHooks, StepParts, StepResult
-from tputrain.loss import loss_of
+from tputrain.loss import expect_gradient, loss_of
 from tputrain.models.sequence import sequence_split
 from tputrain.optim.clipping import clip_gradients
 
@@ -112,11 +111,7 @@ class TrainStep:
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`, with the hooks of callbacks around it."""
-        if not loss.requires_grad:
-            raise UserError(
-                "the loss has no gradient: expected one that is computed from trainable parameters; look for "
-                "detach(), torch.no_grad() or .item() in the model and the loss_fn"
-            )
+        expect_gradient(loss)
         for hook in self.hooks.before_backward:
             hook(loss)
         loss.backward()
