@@ -21,7 +21,8 @@ from tpu_backend.untraced import untraced
 _LOOK = 0.05  # seconds between two looks at the other ranks
 _READ = "waiting for the device"
 _STUCK = 4.0  # seconds after an abort in which launches end, or the process does
-_GRACE = 3.0  # seconds in which a program that a peer has left ends by itself, or its cause comes to light
+_GRACE = 1.0  # seconds in which a program that a peer has left ends by itself
+_CAUSE = 3.0  # seconds in which it comes to light why a program of many ranks has failed
 
 
 @untraced
@@ -66,7 +67,7 @@ def _watched(act: Callable[[], Any], seconds: float, what: str, why_late: Callab
 
 def _explain(error: Exception, what: str) -> NoReturn:
     """Raise an error of a program of many ranks again, with what is known of them."""
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + _CAUSE
     while peers.world is not None and peers.world.failure() is None and time.monotonic() < deadline:
         time.sleep(_LOOK)
     failure = None if peers.world is None else peers.world.failure()
