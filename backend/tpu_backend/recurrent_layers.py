@@ -184,30 +184,31 @@ def _composite(cell: str, overload: str) -> Callable[..., tuple[Tensor, ...]]:
     return lambda *arguments: found(torch._C.DispatchKey.CompositeImplicitAutograd, *arguments)
 
 
-def _listed(states: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return [states] if isinstance(states, Tensor) else states
+def _layers_of(
+    cell: str,
+    states: Tensor | Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    is_training: bool,
+    is_bidirectional: bool,
+) -> _Layers:
+    """From what PyTorch's operators are given beside the sequences."""
+    listed = [states] if isinstance(states, Tensor) else states
+    return _Layers(
+        cell, listed, parameters, has_biases, num_layers, dropout, is_training, 1 + is_bidirectional
+    )
 
 
 def _sequences(cell: str) -> Callable[..., tuple[Tensor, ...]]:
     composite = _composite(cell, "input")
 
-    def kernel(
-        input: Tensor,
-        hx: Tensor | Sequence[Tensor],
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[Tensor, ...]:
-        layers = _Layers(cell, _listed(hx), params, has_biases, num_layers, dropout, train, 1 + bidirectional)
+    def kernel(input: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        *of_layers, batch_first = given
+        layers = _layers_of(cell, *of_layers)
         if input.dim() != 3 or not layers.are_operations(input):
-            return composite(
-                input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-            )
-
+            return composite(input, *given)
         output, *states = layers.run(input, batch_first=batch_first)
         return output.transpose(0, 1) if batch_first else output, *states
 
@@ -217,22 +218,10 @@ def _sequences(cell: str) -> Callable[..., tuple[Tensor, ...]]:
 def _packed_sequences(cell: str) -> Callable[..., tuple[Tensor, ...]]:
     composite = _composite(cell, "data")
 
-    def kernel(
-        data: Tensor,
-        batch_sizes: Tensor,
-        hx: Tensor | Sequence[Tensor],
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> tuple[Tensor, ...]:
-        layers = _Layers(cell, _listed(hx), params, has_biases, num_layers, dropout, train, 1 + bidirectional)
+    def kernel(data: Tensor, batch_sizes: Tensor, *of_layers: Any) -> tuple[Tensor, ...]:
+        layers = _layers_of(cell, *of_layers)
         if data.dim() != 2 or batch_sizes.device.type != "cpu" or not layers.are_operations(data):
-            return composite(
-                data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional
-            )
+            return composite(data, batch_sizes, *of_layers)
         return layers.run(data, _Packing(batch_sizes, data.device))
 
     return untraced(kernel)

@@ -103,10 +103,8 @@ def test_dropout_between_layers_drops() -> None:
     module = _seeded(nn.RNN, INPUT, 100, num_layers=2, dropout=1.0).to("tpu")
     x = _random(LENGTH, BATCH, INPUT).to("tpu")
     output = module(x)[0]
-    of_nothing = module.eval()(torch.zeros_like(x))[0]
     first = [parameter for name, parameter in module.named_parameters() if name.endswith("l0")]
     assert all(grad.abs().max() == 0 for grad in torch.autograd.grad(output.sum(), first))
-    assert output.shape == of_nothing.shape
 
 
 def _num_compiled() -> int:
